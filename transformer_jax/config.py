@@ -135,9 +135,7 @@ class Config:
         if self.warmup_steps > self.steps and self.schedule != "constant":
             raise ConfigError(f"warmup_steps={self.warmup_steps} is past steps={self.steps}")
         if self.schedule == "wsd" and self.warmup_steps + self.decay > self.steps:
-            raise ConfigError(
-                f"warmup_steps={self.warmup_steps} + decay_steps={self.decay} is past steps={self.steps}"
-            )
+            raise ConfigError(f"warmup_steps={self.warmup_steps} + decay_steps={self.decay} is past steps={self.steps}")
 
     # The alphabet of shape letters (see the package docstring).
     @property

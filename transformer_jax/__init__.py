@@ -1,0 +1,19 @@
+"""Transformers as pure functions over pytrees, for experiments that can be trusted.
+
+Shape letters, the same in array names, parameter names and einsum strings:
+
+    B batch            T query length       S key length        D model width
+    N query heads      K key/value heads    H width per head    F feed-forward width
+    V vocabulary       P table positions    L layers (stacked)  R runs of a sweep
+
+The map, in the direction that imports point:
+
+    errors, keys, config      what the user may get wrong; random keys by name; settings
+    batch, data/              what a model is fed; tasks whose data lives on the device
+    masks                     who may attend to whom, as a pytree evaluated on blocks
+    numerics, rope, positions, norms, ffn, embedding
+    attention                 attend(): one function for self, cross, multi- and grouped-query
+    encoder_decoder           layers and stacks: encoder, decoder, both
+    losses, optim, train      sums over tokens; optax chains; init_state, train_step, run
+    sharding, checkpoint      meshes by shape letter; Orbax with digests
+"""

@@ -1,0 +1,57 @@
+"""Token embedding and output layer, tied or not, with the sqrt(D) scale (Vaswani et al. 2017 §3.4).
+
+Rows are drawn N(0, 1/D): times sqrt(D) they have unit coordinates and the sinusoid does
+not drown in them (drawn N(0, 1) they would drown it); tied, the first logits have unit variance.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from transformer_jax import keys, positions
+from transformer_jax.config import Config
+from transformer_jax.numerics import product_f32
+
+
+@struct.dataclass
+class Embedding:
+    """embed_VD; position_PD where positions are learned; wout_DV where the output is not tied."""
+
+    embed_VD: jax.Array
+    position_PD: jax.Array | None
+    wout_DV: jax.Array | None
+
+
+def init_embedding(key: jax.Array, config: Config) -> Embedding:
+    """All N(0, 1/D), float32."""
+    V, D = config.V, config.D
+    return Embedding(
+        embed_VD=keys.normal(key, "embed_VD", (V, D), D**-0.5),
+        position_PD=positions.init_learned(key, config.P, D) if config.positions == "learned" else None,
+        wout_DV=None if config.tie_embeddings else keys.normal(key, "wout_DV", (D, V), D**-0.5),
+    )
+
+
+def embed(params: Embedding, tokens_BT: jax.Array, positions_BT: jax.Array, config: Config) -> jax.Array:
+    """ids [B, T] -> [B, T, D] in the compute type, absolute positions added.
+
+    An id outside the vocabulary gives NaN, not another token's row; hosts check before
+    (data.check_ids). Raises ConfigError past the learned table.
+    """
+    x = jnp.take(params.embed_VD, tokens_BT, axis=0, mode="fill", fill_value=jnp.nan)
+    if config.scale_embeddings:
+        x = x * config.D**0.5
+    if config.positions == "sinusoidal":
+        x = x + positions.sinusoidal(positions_BT, config.D)
+    elif params.position_PD is not None:
+        # Scaled as the embedding is, so that the two start at one size.
+        table = positions.learned(params.position_PD, positions_BT)
+        x = x + (table * config.D**0.5 if config.scale_embeddings else table)
+    return x.astype(config.compute_dtype)
+
+
+def unembed(params: Embedding, x_BTD: jax.Array) -> jax.Array:
+    """[B, T, D] -> logits [B, T, V] in float32."""
+    if params.wout_DV is None:
+        return product_f32("btd,vd->btv", x_BTD, params.embed_VD)
+    return product_f32("btd,dv->btv", x_BTD, params.wout_DV)

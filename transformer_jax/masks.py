@@ -1,0 +1,285 @@
+"""Who may attend to whom: a small pytree, evaluated on blocks of positions.
+
+A mask is not a [T, S] array: that alone is O(T S), and a kernel cannot read "causal"
+off an array. It is a conjunction of parts, each with a static kind (its class) and
+traced numbers (its fields). True means *may attend*. `&` composes; `.dense(T, S)`
+makes the array; any boolean array is one more part, so that sweeps can stack
+arbitrary masks.
+
+    causal() & padding(lengths_B)        a decoder over padded rows
+    cross(source_lengths_B)              decoder queries on encoder keys
+    prefix_lm(8) & segments(ids_BT)      packed documents, bidirectional prefixes
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax.typing import ArrayLike
+
+from transformer_jax.config import Config, Hyper
+from transformer_jax.errors import ConfigError
+
+
+class Block(NamedTuple):
+    """A block of queries against a block of keys: slots in the row, and positions in the text.
+
+    Slots index arrays (segment ids, lengths); positions are what "past" and "future"
+    mean, and differ from slots under left padding or in a cache.
+    """
+
+    q_slots_T: jax.Array
+    k_slots_S: jax.Array
+    q_positions: jax.Array  # [B or 1, 1, T, 1]
+    k_positions: jax.Array  # [B or 1, 1, 1, S]
+
+
+@struct.dataclass
+class Causal:
+    """Keys at or before the query: j <= i (article S0 §4.2)."""
+
+    def allows(self, block: Block) -> jax.Array:
+        return block.k_positions <= block.q_positions
+
+
+@struct.dataclass
+class Inverted:
+    """The mask as the formula of article S2 §8.1 prints it, j >= i: wrong, for ablations.
+
+    The text beside that formula asks for causal; this one shows the future and hides the past.
+    """
+
+    def allows(self, block: Block) -> jax.Array:
+        return block.k_positions >= block.q_positions
+
+
+@struct.dataclass
+class Window:
+    """Keys nearer than `width`: |i - j| < width, so that a causal window of 4 holds 4 keys."""
+
+    width: Any
+
+    def allows(self, block: Block) -> jax.Array:
+        return jnp.abs(block.q_positions - block.k_positions) < self.width
+
+
+@struct.dataclass
+class PrefixLM:
+    """Causal, but the first `length` positions are seen by all (Raffel et al. 2020)."""
+
+    length: Any  # a number, or [B]
+
+    def allows(self, block: Block) -> jax.Array:
+        length = jnp.asarray(self.length)
+        length = length[:, None, None, None] if length.ndim else length
+        return (block.k_positions <= block.q_positions) | (block.k_positions < length)
+
+
+@struct.dataclass
+class Padding:
+    """Keys whose slot is below the row's length; queries are left alone."""
+
+    lengths_B: jax.Array
+
+    def allows(self, block: Block) -> jax.Array:
+        return block.k_slots_S[None, None, None, :] < self.lengths_B[:, None, None, None]
+
+
+@struct.dataclass
+class Segments:
+    """Query and key carry the same segment id: packed documents do not see each other."""
+
+    q_ids_BT: jax.Array
+    k_ids_BS: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.q_ids_BT.shape[1], self.k_ids_BS.shape[1]
+
+    def allows(self, block: Block) -> jax.Array:
+        q = self.q_ids_BT[:, block.q_slots_T][:, None, :, None]
+        k = self.k_ids_BS[:, block.k_slots_S][:, None, None, :]
+        return q == k
+
+
+@struct.dataclass
+class BlockSparse:
+    """A query sees its own block of `size` positions, the one before, and the first block."""
+
+    size: Any
+
+    def allows(self, block: Block) -> jax.Array:
+        q, k = block.q_positions // self.size, block.k_positions // self.size
+        return (k == q) | (k == q - 1) | (k == 0)
+
+
+@struct.dataclass
+class Dense:
+    """Any boolean array [B or 1, N or 1, T, S]."""
+
+    allowed: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.allowed.shape[2:]
+
+    def allows(self, block: Block) -> jax.Array:
+        rows, keys = self.allowed.shape[2:]
+        # A side of length 1 is broadcast, as in [B, 1, 1, S].
+        q = block.q_slots_T if rows > 1 else jnp.zeros_like(block.q_slots_T)
+        k = block.k_slots_S if keys > 1 else jnp.zeros_like(block.k_slots_S)
+        return self.allowed[:, :, q][:, :, :, k]
+
+
+DATA_DEPENDENT = (Padding, Segments, Dense)
+
+
+@struct.dataclass
+class Mask:
+    """A conjunction of parts; no parts: everything may attend to everything.
+
+    q_positions_BT, k_positions_BS: integer positions of the slots (None: the slots
+    themselves). Both masks of an `&` must agree on them.
+    """
+
+    parts: tuple[Any, ...] = ()
+    q_positions_BT: jax.Array | None = None
+    k_positions_BS: jax.Array | None = None
+
+    def __and__(self, other: "Mask") -> "Mask":
+        def either(a: Any, b: Any, side: str) -> Any:
+            if a is not None and b is not None and a is not b:
+                raise ConfigError(f"two masks with {side} positions of their own: set them once, with .at()")
+            return b if a is None else a
+
+        return Mask(
+            self.parts + other.parts,
+            either(self.q_positions_BT, other.q_positions_BT, "query"),
+            either(self.k_positions_BS, other.k_positions_BS, "key"),
+        )
+
+    def at(self, q_positions_BT: jax.Array | None, k_positions_BS: jax.Array | None) -> "Mask":
+        """This mask over slots with the given positions ([B or 1, T] and [B or 1, S], integers)."""
+        return dataclasses.replace(self, q_positions_BT=q_positions_BT, k_positions_BS=k_positions_BS)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is known, without its numbers, that nothing is masked."""
+        return not self.parts
+
+    @property
+    def hides_keys(self) -> bool:
+        """Whether a key may be hidden from all queries (padding and the like)."""
+        return any(isinstance(part, DATA_DEPENDENT) for part in self.parts)
+
+    def block(self, q_slots_T: jax.Array, k_slots_S: jax.Array) -> jax.Array:
+        """Booleans [B or 1, N or 1, T, S] for a block of query slots against a block of key slots."""
+
+        def positions(table: jax.Array | None, slots: jax.Array) -> jax.Array:
+            return slots[None] if table is None else table[:, slots]
+
+        block = Block(
+            q_slots_T,
+            k_slots_S,
+            positions(self.q_positions_BT, q_slots_T)[:, None, :, None],
+            positions(self.k_positions_BS, k_slots_S)[:, None, None, :],
+        )
+        allowed = jnp.ones((1, 1, len(q_slots_T), len(k_slots_S)), bool)
+        for part in self.parts:
+            allowed = allowed & part.allows(block)
+        return allowed
+
+    def dense(self, T: int, S: int) -> jax.Array:
+        """The whole mask as booleans [B or 1, N or 1, T, S]. Raises ConfigError where a part has another size."""
+        for part in self.parts:
+            held = getattr(part, "shape", (1, 1))
+            if held[0] not in (1, T) or held[1] not in (1, S):
+                raise ConfigError(f"a {type(part).__name__} mask of {tuple(held)} in an attention of {(T, S)}")
+        return self.block(jnp.arange(T), jnp.arange(S))
+
+    def pairs(self, T: int, S: int, rows: int = 256) -> int:
+        """How many (query, key) pairs it allows, summed over its batch and heads, `rows` queries at a time."""
+        starts = range(0, T, rows)
+        keys = jnp.arange(S)
+        return sum(int(np.sum(self.block(jnp.arange(i, min(i + rows, T)), keys), dtype=np.int64)) for i in starts)
+
+
+def _positive(name: str, value: ArrayLike, low: int) -> ArrayLike:
+    """`value`, refused where it is a known number below `low`; traced values pass."""
+    if not isinstance(value, jax.core.Tracer) and np.any(np.asarray(value) < low):
+        raise ConfigError(f"{name}={value} is out of range: at least {low}")
+    return value
+
+
+def full() -> Mask:
+    """Nothing is masked."""
+    return Mask()
+
+
+def causal() -> Mask:
+    """Each position sees itself and the past."""
+    return Mask((Causal(),))
+
+
+def inverted() -> Mask:
+    """The printed formula of S2 §8.1 (see `Inverted`)."""
+    return Mask((Inverted(),))
+
+
+def window(width: ArrayLike) -> Mask:
+    """Causal, the nearest `width` keys, the query's own included."""
+    return Mask((Causal(), Window(_positive("window", width, 1))))
+
+
+def prefix_lm(length: ArrayLike) -> Mask:
+    """Causal with a bidirectional prefix of `length` (a number or [B])."""
+    return Mask((PrefixLM(_positive("prefix", length, 0)),))
+
+
+def block_sparse(size: ArrayLike) -> Mask:
+    """Causal, in blocks of `size`: own, previous and first."""
+    return Mask((Causal(), BlockSparse(_positive("block_size", size, 1))))
+
+
+def padding(lengths_B: jax.Array) -> Mask:
+    """Hide the keys at and beyond each row's length."""
+    return Mask((Padding(jnp.asarray(lengths_B)),))
+
+
+def cross(source_lengths_B: jax.Array | None) -> Mask:
+    """Decoder queries on encoder keys: all real source positions (None: all)."""
+    return full() if source_lengths_B is None else padding(source_lengths_B)
+
+
+def segments(q_ids_BT: jax.Array, k_ids_BS: jax.Array | None = None) -> Mask:
+    """Only within a segment; keys default to the queries' ids."""
+    return Mask((Segments(q_ids_BT, q_ids_BT if k_ids_BS is None else k_ids_BS),))
+
+
+def dense(allowed: jax.Array) -> Mask:
+    """Any boolean array, [T, S] or [B or 1, N or 1, T or 1, S]; True may attend.
+
+    Raises ConfigError for another dtype: a 0/1 array could mean either polarity.
+    """
+    allowed = jnp.asarray(allowed)
+    if allowed.dtype != bool:
+        raise ConfigError(f"a mask of {allowed.dtype}: masks are boolean, True may attend; biases go to `bias`")
+    if allowed.ndim not in (2, 4):
+        raise ConfigError(f"a mask of shape {allowed.shape}: give [T, S] or [B, N, T, S]")
+    return Mask((Dense(allowed[None, None] if allowed.ndim == 2 else allowed),))
+
+
+def from_config(config: Config, hyper: Hyper) -> Mask:
+    """The decoder's self-attention mask that `config.mask` names, with Hyper's numbers."""
+    made = {
+        "causal": lambda: causal(),
+        "none": lambda: full(),
+        "inverted": lambda: inverted(),
+        "window": lambda: Mask((Causal(), Window(hyper.window))),
+        "prefix": lambda: Mask((PrefixLM(hyper.prefix),)),
+        "block_sparse": lambda: block_sparse(config.block_size),
+    }
+    return made[config.mask]()
