@@ -1,0 +1,165 @@
+"""A run as a pure function: init_state, train_step, eval_step, run. No mesh, no files, no flags."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from transformer_jax import keys
+from transformer_jax.batch import Batch
+from transformer_jax.config import Config, Hyper
+from transformer_jax.encoder_decoder import Constrain, Transformer, forward, init_transformer
+from transformer_jax.losses import Sums, cross_entropy
+from transformer_jax.optim import clip, global_norm, learning_rate, optimizer
+
+Metrics = dict[str, jax.Array]
+
+
+@struct.dataclass
+class TrainState:
+    """All that a run must keep. step: int32, updates made. key: the run's own, never advanced.
+
+    Every draw is a function of (key, step): a restored run continues as if never stopped.
+    """
+
+    step: jax.Array
+    params: Transformer
+    opt_state: Any
+    key: jax.Array
+
+
+def init_state(config: Config, hyper: Hyper, key: jax.Array) -> TrainState:
+    """Fresh parameters and moments from the run's key."""
+    params = init_transformer(keys.named(key, "init"), config)
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer(config, hyper).init(params), key)
+
+
+def batch_key(key: jax.Array, step: jax.Array) -> jax.Array:
+    """The key of the batch of `step`: it depends on the run's key alone, so arms share batches."""
+    return jax.random.fold_in(keys.named(key, "data"), step)
+
+
+def token_sums(
+    params: Transformer,
+    config: Config,
+    hyper: Hyper,
+    batch: Batch,
+    key: jax.Array | None = None,
+    constrain: Constrain = lambda x, letters: x,
+) -> Sums:
+    """Forward and loss: sums over the batch's counted tokens."""
+    with jax.default_matmul_precision(config.matmul_precision):
+        logits, _ = forward(params, config, hyper, batch, key, constrain=constrain)
+        with jax.named_scope("loss"):
+            return cross_entropy(
+                logits,
+                batch.targets_BT,
+                batch.weights_BT,
+                label_smoothing=hyper.label_smoothing if config.has("label_smoothing") else None,
+                z_loss=hyper.z_loss if config.has("z_loss") else None,
+            )
+
+
+def gradients(
+    params: Transformer,
+    config: Config,
+    hyper: Hyper,
+    batch: Batch,
+    key: jax.Array | None = None,
+    constrain: Constrain = lambda x, letters: x,
+) -> tuple[Transformer, Sums]:
+    """Gradient of the mean objective over the whole batch, and the sums.
+
+    With config.accumulation = A the rows are taken in A parts whose *sums* are added and
+    divided once: the same number as one big batch, however tokens fall into parts.
+    """
+
+    def of(part: Batch, part_key: jax.Array | None) -> tuple[Transformer, Sums]:
+        def objective(p: Transformer) -> tuple[jax.Array, Sums]:
+            sums = token_sums(p, config, hyper, part, part_key, constrain)
+            return sums.objective, sums
+
+        return jax.grad(objective, has_aux=True)(params)
+
+    if config.accumulation == 1:
+        grads, sums = of(batch, key)
+    else:
+        A = config.accumulation
+        parts = jax.tree.map(lambda x: x.reshape(A, x.shape[0] // A, *x.shape[1:]), batch)
+
+        def add(carry: tuple[Transformer, Sums], xs: tuple[Batch, jax.Array]) -> tuple[tuple, None]:
+            part, i = xs
+            new = of(part, None if key is None else jax.random.fold_in(key, i))
+            return jax.tree.map(jnp.add, carry, new), None
+
+        zero = (jax.tree.map(jnp.zeros_like, params), Sums.zero())
+        (grads, sums), _ = jax.lax.scan(add, zero, (parts, jnp.arange(A)))
+    count = jnp.maximum(sums.count, 1e-9)
+    return jax.tree.map(lambda g: g / count.astype(g.dtype), grads), sums
+
+
+def train_step(
+    config: Config,
+    state: TrainState,
+    hyper: Hyper,
+    batch: Batch,
+    constrain: Constrain = lambda x, letters: x,
+) -> tuple[TrainState, Metrics]:
+    """One update. Metrics, float32 scalars: loss and objective (nats per token), accuracy,
+    grad_norm (before clipping), learning_rate (the one applied), tokens (counted).
+
+    A non-finite gradient is applied as it is: a diverged run shows it in its loss.
+    """
+    key = jax.random.fold_in(keys.named(state.key, "dropout"), state.step)
+    grads, sums = gradients(state.params, config, hyper, batch, key, constrain)
+    norm = global_norm(grads)
+    if config.has("clip"):
+        grads = clip(grads, norm, jnp.asarray(hyper.clip_norm, jnp.float32))
+    updates, opt_state = optimizer(config, hyper).update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    metrics = {
+        "loss": sums.loss,
+        "objective": sums.objective / jnp.maximum(sums.count, 1e-9),
+        "accuracy": sums.accuracy,
+        "grad_norm": norm,
+        "learning_rate": learning_rate(config, hyper, state.step),
+        "tokens": sums.count,
+    }
+    return TrainState(state.step + 1, params, opt_state, state.key), metrics
+
+
+def eval_step(config: Config, params: Transformer, hyper: Hyper, batch: Batch) -> Sums:
+    """Sums over a batch, without dropout. Add them over batches, divide once."""
+    return token_sums(params, config, hyper, batch)
+
+
+def evaluate(
+    config: Config, params: Transformer, hyper: Hyper, batch_of: Callable[[jax.Array], Batch], count: jax.Array | int
+) -> Sums:
+    """Sums over batches 0…count-1 of `batch_of(index)`; count may be traced."""
+
+    def add(i: jax.Array, sums: Sums) -> Sums:
+        return sums + eval_step(config, params, hyper, batch_of(i))
+
+    return jax.lax.fori_loop(0, count, add, Sums.zero())
+
+
+def run(
+    config: Config,
+    hyper: Hyper,
+    key: jax.Array,
+    batch_of: Callable[[jax.Array], Batch],
+    steps: int | None = None,
+) -> tuple[TrainState, Metrics]:
+    """A whole run, (config, hyper, key) -> (state, metrics [steps]); jit it, map it, vmap it.
+
+    batch_of(key): the training batch of a key.
+    """
+
+    def step(state: TrainState, _: None) -> tuple[TrainState, Metrics]:
+        return train_step(config, state, hyper, batch_of(batch_key(key, state.step)))
+
+    return jax.lax.scan(step, init_state(config, hyper, key), None, length=config.steps if steps is None else steps)
