@@ -1,0 +1,145 @@
+"""The ablation compiler: all runs of a group as one XLA program.
+
+A group is the runs that share a Config; they differ in Hyper and key. One call of the
+program takes every run from step `start` to step `stop`, measures it there, and returns
+its state: initialisation (start 0), training, probing and evaluation are all inside, with
+the step numbers traced, so that a group compiles once whatever the chunks are.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_jax import sharding
+from transformer_jax.batch import Batch
+from transformer_jax.config import Config, Hyper
+from transformer_jax.data import Task
+from transformer_jax.train import TrainState, batch_key, evaluate, init_state, train_step
+
+# What a question measures on a run between chunks: (config, hyper, params, batch) -> arrays.
+Observe = Callable[[Config, Hyper, Any, Batch], dict[str, jax.Array]]
+
+RECORDED = ("loss", "grad_norm")  # of each training step
+
+
+def nothing_observed(config: Config, hyper: Hyper, params: Any, batch: Batch) -> dict[str, jax.Array]:
+    """For a question that only asks for losses."""
+    return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One group's program: `call(states, hypers, keys, start, stop, final, data)`.
+
+    states: TrainState without its key, leading axis R. Returns (states, Rows).
+    """
+
+    call: Callable[..., Any]
+    mesh: Any
+    chunk: int
+    empty: Callable[[Hyper, jax.Array], Any]
+
+
+def take_steps(
+    config: Config, task: Task, state: TrainState, hyper: Hyper, stop: jax.Array, chunk: int, data: Any
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """Train from state.step to `stop`, at most `chunk` updates; RECORDED metrics [chunk], NaN where not reached."""
+    start = state.step
+
+    def body(i: jax.Array, carry: tuple[TrainState, dict[str, jax.Array]]) -> tuple[TrainState, dict[str, jax.Array]]:
+        state, record = carry
+        state, metrics = train_step(config, state, hyper, task.train_batch(data, batch_key(state.key, state.step)))
+        return state, {name: record[name].at[i - start].set(metrics[name]) for name in RECORDED}
+
+    record = {name: jnp.full((chunk,), jnp.nan) for name in RECORDED}
+    return jax.lax.fori_loop(start, stop, body, (state, record))
+
+
+def measure(
+    config: Config,
+    task: Task,
+    observe: Observe,
+    state: TrainState,
+    hyper: Hyper,
+    final: jax.Array,
+    quick: int,
+    data: Any,
+) -> dict[str, jax.Array]:
+    """Validation losses on both splits (all batches if `final`, else `quick`) and what the question observes."""
+    out = dict(observe(config, hyper, state.params, task.eval_batch(data, "selection", jnp.zeros((), jnp.int32))))
+    for split, total in task.eval_batches.items():
+        count = jnp.where(final, total, min(quick, total))
+        sums = evaluate(config, state.params, hyper, lambda i, s=split: task.eval_batch(data, s, i), count)
+        out[f"{split}_loss"], out[f"{split}_accuracy"] = sums.loss, sums.accuracy
+    return out
+
+
+def build(config: Config, task: Task, observe: Observe, chunk: int, quick: int = 8, devices: int = 0) -> Program:
+    """The program of a group; it compiles at its first call, once for a number of runs."""
+    mesh = sharding.runs_mesh(devices)
+
+    def one(
+        state: TrainState, hyper: Hyper, key: jax.Array, start: jax.Array, stop: jax.Array, final: jax.Array, data: Any
+    ) -> tuple[TrainState, tuple[dict, dict]]:
+        def fresh() -> TrainState:
+            return init_state(config, hyper, key).replace(key=None)
+
+        state = jax.lax.cond(start == 0, fresh, lambda: state).replace(key=key)
+        state, record = take_steps(config, task, state, hyper, stop, chunk, data)
+        measured = measure(config, task, observe, state, hyper, final, quick, data)
+        return state.replace(key=None), (record, measured)
+
+    def empty(hyper: Hyper, key: jax.Array) -> Any:
+        shapes = jax.eval_shape(lambda h, k: init_state(config, h, k).replace(key=None), hyper, key)
+        return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+
+    return Program(sharding.over_runs(one, mesh, shared=4), mesh, chunk, empty)
+
+
+def stack(hypers: Sequence[Hyper]) -> Hyper:
+    """Hypers of plain numbers -> one Hyper of arrays [R]: float32, whole numbers int32."""
+
+    def column(*values: Any) -> np.ndarray:
+        return np.asarray(values, np.int32 if isinstance(values[0], int) else np.float32)
+
+    return jax.tree.map(column, *hypers)
+
+
+def run_key(seed: int) -> jax.Array:
+    """The key of a seed: arms that share a seed share initial weights, batches and dropout."""
+    return jax.random.key(seed)
+
+
+@dataclasses.dataclass
+class Certificate:
+    """The proof that an arm inside the group is the arm alone."""
+
+    arms_checked: int = 0
+    steps: int = 0
+    max_abs_difference: float = 0.0
+
+    def add(self, other: "Certificate") -> None:
+        self.arms_checked += other.arms_checked
+        self.steps = max(self.steps, other.steps)
+        self.max_abs_difference = max(self.max_abs_difference, other.max_abs_difference)
+
+
+def certify(config: Config, task: Task, hyper: Hyper, seed: int, losses: np.ndarray, steps: int) -> Certificate:
+    """Re-run one arm by itself, without sweep, mesh or map, and compare its first `steps` losses with `losses`."""
+
+    @jax.jit
+    def alone(hyper: Hyper, key: jax.Array, stop: jax.Array, data: Any) -> jax.Array:
+        _, record = take_steps(config, task, init_state(config, hyper, key), hyper, stop, steps, data)
+        return record["loss"]
+
+    numbers = jax.tree.map(lambda x: x[0], stack([hyper]))
+    solo = np.asarray(alone(numbers, run_key(seed), jnp.int32(steps), task.data))
+    both = np.isfinite(solo) & np.isfinite(losses[:steps])
+    gap = float(np.max(np.abs(solo - losses[:steps]), where=both, initial=0.0))
+    if not np.array_equal(np.isfinite(solo), np.isfinite(losses[:steps])):
+        gap = float("inf")
+    return Certificate(1, steps, gap)

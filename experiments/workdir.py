@@ -1,0 +1,156 @@
+"""A run's folder: what it holds, whose it is, and what may change when it goes on.
+
+config.json says everything that was resolved, with versions and commit. The same command
+again resumes; a folder that holds another configuration is refused by naming the values.
+"""
+
+import dataclasses
+import datetime
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from transformer_jax.errors import UserError
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+
+class WorkdirError(UserError):
+    """A folder that cannot be used for this run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Workdir:
+    """An opened folder. `resumed`: it held this configuration already."""
+
+    path: Path
+    resumed: bool
+    held: dict[str, Any]  # the config.json found in it, {} when new
+
+    def finished(self) -> dict[str, Any] | None:
+        """results.json of a run that ended, or None."""
+        return read_json(self.path / "results.json")
+
+    def write(self, name: str, value: Any) -> Path:
+        """Write JSON atomically; NaN and infinity are refused."""
+        return write_json(self.path / name, value)
+
+
+def write_json(path: Path, value: Any) -> Path:
+    """Write JSON so that a reader sees the old file or the new one; ValueError for NaN and infinity."""
+    text = json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False)
+    return write_text(path, text + "\n")
+
+
+def write_text(path: Path, text: str) -> Path:
+    """Write a file so that a reader sees the old one or the new one, whole."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        raise WorkdirError(f"cannot write {path}: {error.strerror}") from error
+    return path
+
+
+def read_json(path: Path) -> Any | None:
+    """The JSON of a file; None if there is no such file. A broken file is an error that names it."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (ValueError, OSError) as error:
+        raise WorkdirError(f"cannot read {path}: {error}") from error
+
+
+def differences(held: Mapping[str, Any], wanted: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Lines "name is X there, Y here" for each leaf in which two nested dicts differ."""
+    lines = []
+    for name in sorted({*held, *wanted}):
+        a, b = held.get(name), wanted.get(name)
+        if isinstance(a, dict) and isinstance(b, dict):
+            lines += differences(a, b, f"{prefix}{name}.")
+        elif a != b:
+            lines.append(f"{prefix}{name} is {a!r} there, {b!r} here")
+    return lines
+
+
+def open_workdir(
+    path: str, identity: Mapping[str, Any], free: Mapping[str, Any], *, overwrite: bool = False
+) -> Workdir:
+    """Make or re-open a folder for the run `identity` describes.
+
+    identity: what the run is; must equal what the folder holds. free: settings that may
+    change on resume; recorded only. overwrite: an existing folder is moved aside first,
+    to PATH.old-1, .old-2, …: nothing is deleted. Raises WorkdirError for a folder with
+    another configuration, with files but no config.json, or that cannot be written.
+    """
+    folder = Path(path)
+    if folder.exists() and not folder.is_dir():
+        raise WorkdirError(f"--workdir={path} is a file")
+    held = read_json(folder / "config.json")
+    if folder.exists() and overwrite and any(folder.iterdir()):
+        move_aside(folder)
+        held = None
+    if held is None and folder.exists() and any(folder.iterdir()):
+        raise WorkdirError(
+            f"--workdir={path} holds files but no config.json: choose another, or --overwrite moves it aside"
+        )
+    wanted = json.loads(json.dumps(identity))
+    if held is not None:
+        lines = differences(held.get("identity", {}), wanted)
+        if lines:
+            shown = "; ".join(lines[:4]) + (f"; and {len(lines) - 4} more" if len(lines) > 4 else "")
+            raise WorkdirError(f"--workdir={path} holds another configuration: {shown} (--overwrite moves it aside)")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WorkdirError(f"cannot make --workdir={path}: {error.strerror}") from error
+    record = {
+        "identity": wanted,
+        "free": dict(free),
+        "command": " ".join(sys.argv),
+        "started": (held or {}).get("started", now()),
+        "versions": versions(),
+        "commit": commit(),
+    }
+    write_json(folder / "config.json", record)
+    return Workdir(folder, held is not None, held or {})
+
+
+def move_aside(folder: Path) -> Path:
+    """Rename a folder to the first free FOLDER.old-N."""
+    for n in range(1, 10_000):
+        aside = folder.with_name(f"{folder.name}.old-{n}")
+        if not aside.exists():
+            folder.rename(aside)
+            return aside
+    raise WorkdirError(f"{folder} has too many .old copies")
+
+
+def now() -> str:
+    """The local time, to the second."""
+    return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def versions() -> dict[str, str]:
+    """Python and the libraries that numbers depend on."""
+    return {"python": sys.version.split()[0], **{name: metadata.version(name) for name in PACKAGES}}
+
+
+def commit() -> str:
+    """The source's commit, "-dirty" where files differ from it, "unknown" outside a checkout."""
+    root = Path(__file__).resolve().parent.parent
+    try:
+        out = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+            cwd=root, capture_output=True, text=True, timeout=10, check=False,
+        )  # fmt: skip
+    except OSError:
+        return "unknown"
+    return out.stdout.strip() or "unknown"
