@@ -1,0 +1,13 @@
+"""Questions that are asked by flags; `launch.py` runs them, each is one file here.
+
+REGISTRY: name -> one line. The module experiments.NAME has
+    FLAGS   the run flags it takes beside the fields of Config and Hyper
+    run(settings) -> exit code
+"""
+
+REGISTRY: dict[str, str] = {
+    "dk_scaling": "what does dividing attention scores by sqrt(d_k) buy? a sweep with statistics and a report",
+    "train": "train one configuration on any task, with checkpoints; the same command again resumes",
+    "evaluate": "loss, perplexity and samples of a trained model (--restore=WORKDIR)",
+    "shapes": "the shape of every array on the way through attention, printed from a real forward pass",
+}

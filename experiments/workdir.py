@@ -81,12 +81,18 @@ def differences(held: Mapping[str, Any], wanted: Mapping[str, Any], prefix: str 
 
 
 def open_workdir(
-    path: str, identity: Mapping[str, Any], free: Mapping[str, Any], *, overwrite: bool = False
+    path: str,
+    identity: Mapping[str, Any],
+    free: Mapping[str, Any],
+    *,
+    overwrite: bool = False,
+    grows: Mapping[str, tuple[int, str]] | None = None,
 ) -> Workdir:
     """Make or re-open a folder for the run `identity` describes.
 
     identity: what the run is; must equal what the folder holds. free: settings that may
-    change on resume; recorded only. overwrite: an existing folder is moved aside first,
+    change on resume; recorded only. grows: settings that may only grow: name -> (value, why
+    it may not change at all, "" if it may). overwrite: an existing folder is moved aside first,
     to PATH.old-1, .old-2, …: nothing is deleted. Raises WorkdirError for a folder with
     another configuration, with files but no config.json, or that cannot be written.
     """
@@ -103,7 +109,7 @@ def open_workdir(
         )
     wanted = json.loads(json.dumps(identity))
     if held is not None:
-        lines = differences(held.get("identity", {}), wanted)
+        lines = differences(held.get("identity", {}), wanted) + _shrunk(held.get("free", {}), grows or {})
         if lines:
             shown = "; ".join(lines[:4]) + (f"; and {len(lines) - 4} more" if len(lines) > 4 else "")
             raise WorkdirError(f"--workdir={path} holds another configuration: {shown} (--overwrite moves it aside)")
@@ -121,6 +127,18 @@ def open_workdir(
     }
     write_json(folder / "config.json", record)
     return Workdir(folder, held is not None, held or {})
+
+
+def _shrunk(held: Mapping[str, Any], grows: Mapping[str, tuple[int, str]]) -> list[str]:
+    """Lines for settings that shrank, or that changed though they may not."""
+    lines = []
+    for name, (value, fixed) in grows.items():
+        before = held.get(name, value)
+        if value < before:
+            lines.append(f"{name} is {before} there, {value} here: it may only grow")
+        elif value > before and fixed:
+            lines.append(f"{name} is {before} there, {value} here: {fixed}")
+    return lines
 
 
 def move_aside(folder: Path) -> Path:

@@ -1,0 +1,115 @@
+"""From a question to an answer: plan, workdir, sweep, statistics, files, table."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from experiments.flags import Settings
+from experiments.interrupt import Stopper
+from experiments.sections import Section
+from experiments.sweep import Outcome, Question, plan, run_sweep
+from experiments.workdir import Workdir, WorkdirError, open_workdir, read_json, write_text
+from transformer_jax.config import to_dict
+from transformer_jax.data import make_task, resolve
+
+FLAGS = ("seeds", "workdir", "minutes", "checkpoint_every", "overwrite", "plan", "sweep", "preset", "depth")
+MAX_SEEDS = 1000
+
+Sections = Callable[[Outcome, dict[str, Any]], list[Section]]
+
+
+def run(settings: Settings, question: Question, default_seeds: int, sections: Sections) -> int:
+    """Ask `question` as `settings` say; the exit code. A finished run reprints its result."""
+    from transformer_jax import sharding
+
+    seeds = settings.seeds or default_seeds
+    if seeds > MAX_SEEDS:
+        raise WorkdirError(f"--seeds={seeds}: at most {MAX_SEEDS}")
+    sharding.use_cpu_cores()
+    question = _resolved(question)
+    if settings.plan:
+        from experiments.terminal import print_plan
+
+        print_plan(plan(question, seeds))
+        return 0
+    workdir = open_workdir(
+        settings.workdir or f"runs/{question.name}",
+        _identity(settings, question),
+        {"seeds": seeds, "steps": question.arms[0].config.steps, "checkpoint_every": settings.checkpoint_every},
+        overwrite=settings.overwrite,
+        grows=_growth(question, seeds),
+    )
+    return _answer(settings, question, seeds, workdir, sections)
+
+
+def _answer(settings: Settings, question: Question, seeds: int, workdir: Workdir, sections: Sections) -> int:
+    from experiments.terminal import print_results
+
+    blocks = _blocks(workdir, seeds)
+    done = workdir.finished()
+    if done and done["seeds"] == seeds and done["steps"] == question.arms[0].config.steps:
+        print_results(done, workdir.path)
+        return 0
+    with Stopper(settings.minutes) as stop:
+        outcome = run_sweep(
+            question, seeds, workdir.path, blocks=blocks, checkpoint_every=settings.checkpoint_every, stop=stop
+        )
+    for note in outcome.notes:
+        print(note, file=sys.stderr)
+    if outcome.stopped:
+        print(f"stopped: {outcome.stopped}; saved, the same command goes on from here", file=sys.stderr)
+        return stop.exit_code
+    from experiments import report, results
+
+    found = results.build(outcome)
+    rows = "".join(json.dumps(row) + "\n" for row in results.metrics_rows(outcome))
+    write_text(workdir.path / "metrics.jsonl", rows)
+    report.write(workdir.path, outcome, found, sections(outcome, found))
+    workdir.write("results.json", found)  # last: it says that the run is finished
+    print_results(found, workdir.path)
+    return 0
+
+
+def _resolved(question: Question) -> Question:
+    """Every arm with its vocabulary; the task's data is read here, so that a bad text fails before anything is made."""
+    arms = tuple(dataclasses.replace(arm, config=resolve(arm.config)) for arm in question.arms)
+    for config in {arm.config for arm in arms}:
+        make_task(config)
+    return dataclasses.replace(question, arms=arms)
+
+
+def _identity(settings: Settings, question: Question) -> dict[str, Any]:
+    """What the run is. steps and seeds are apart: they may grow."""
+    arms = []
+    for arm in question.arms:
+        config = to_dict(arm.config)
+        del config["steps"]
+        arms.append({"name": arm.name, "config": config, "hyper": to_dict(arm.hyper)})
+    return {
+        "experiment": question.name,
+        "arms": {arm.pop("name"): arm for arm in arms},
+        "learning_rates": list(question.learning_rates),
+        "comparisons": [list(pair) for pair in question.comparisons],
+        "data": make_task(question.arms[0].config).sha256,
+    }
+
+
+def _growth(question: Question, seeds: int) -> dict[str, tuple[int, str]]:
+    """What may grow on resume: name -> (value, why it may not, "" if it may)."""
+    from transformer_jax.optim import NEEDS_STEPS
+
+    config = question.arms[0].config
+    fixed = f"the schedule {config.schedule} depends on it" if config.schedule in NEEDS_STEPS else ""
+    return {"seeds": (seeds, ""), "steps": (config.steps, fixed)}
+
+
+def _blocks(workdir: Workdir, seeds: int) -> list[tuple[int, int]]:
+    """The ranges of seeds that were added together: each block's groups keep their own checkpoints."""
+    blocks = [tuple(block) for block in read_json(workdir.path / "blocks.json") or []]
+    last = blocks[-1][1] if blocks else 0
+    if seeds > last:
+        blocks.append((last, seeds))
+        workdir.write("blocks.json", blocks)
+    return blocks

@@ -1,0 +1,158 @@
+"""absl flags made from the fields of Config and Hyper, and the few that steer a run.
+
+Every field is a flag whose default is "not given": an experiment's own base decides then.
+A misspelt flag, a value out of range, or a flag that the experiment does not use fails
+with one line, before anything is written.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Sequence
+from typing import Any
+
+from absl import flags
+
+from experiments.grid import CONFIG_FIELDS, HYPER_FIELDS
+from transformer_jax.config import INTEGER_HYPER, PRESETS, TERMS, Config, Hyper, check_value, preset
+from transformer_jax.errors import ConfigError, UserError
+
+# name -> (kind, default, help, least value)
+RUN_FLAGS: dict[str, tuple[str, Any, str, float]] = {
+    "seeds": ("int", 0, "independent repetitions of every arm; 0: the experiment's own number", 0),
+    "workdir": ("str", "", "folder for results and checkpoints; empty: runs/EXPERIMENT", 0),
+    "minutes": ("float", 0.0, "time budget: stop cleanly, saved, when it is spent; 0: none", 0),
+    "checkpoint_every": ("int", 0, "steps between checkpoints; 0: by time", 0),
+    "eval_every": ("int", 0, "steps between evaluations; 0: a tenth of the run", 0),
+    "seed": ("int", 0, "the run's seed", 0),
+    "overwrite": ("bool", False, "move a workdir that holds another run aside and start anew", 0),
+    "restore": ("str", "", "the workdir of the trained model to use", 0),
+    "plan": ("bool", False, "print arms, groups, parameters, estimated time and memory; run nothing", 0),
+    "sweep": ("str", "", 'more arms, crossed: "learning_rate=1e-3,3e-3;num_layers=2,4"', 0),
+    "preset": ("str", "", f"start from a named configuration: {', '.join(PRESETS)}", 0),
+    "depth": ("choice", "quick", "how much of the question is run: quick or full", 0),
+    "profile": ("bool", False, "write a trace of some steps to the workdir", 0),
+}
+ALWAYS = ("experiment", "list", "debug", "help")
+DEPTHS = ("quick", "full")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What was asked for. overrides: the Config and Hyper fields given on the command line."""
+
+    experiment: str
+    overrides: dict[str, Any]
+    given: frozenset[str]
+    seeds: int = 0
+    workdir: str = ""
+    minutes: float = 0.0
+    checkpoint_every: int = 0
+    eval_every: int = 0
+    seed: int = 0
+    overwrite: bool = False
+    restore: str = ""
+    plan: bool = False
+    sweep: str = ""
+    preset: str = ""
+    depth: str = "quick"
+    profile: bool = False
+
+    def configure(self, base: Config, hyper: Hyper | None = None) -> tuple[Config, Hyper]:
+        """The base (or the preset, where one is given) with the command line's fields."""
+        from experiments.grid import changed
+
+        return changed(preset(self.preset) if self.preset else base, hyper or Hyper(), self.overrides)
+
+
+def define(values: flags.FlagValues) -> None:
+    """Define every flag on `values`."""
+    for name, field in (CONFIG_FIELDS | HYPER_FIELDS).items():
+        default, note = field.default, describe(field)
+        if isinstance(default, bool):
+            flags.DEFINE_bool(name, None, note, flag_values=values)
+        elif isinstance(default, int) or name in INTEGER_HYPER:
+            flags.DEFINE_integer(name, None, note, flag_values=values)
+        elif isinstance(default, float):
+            flags.DEFINE_float(name, None, note, flag_values=values)
+        elif isinstance(default, tuple):
+            flags.DEFINE_list(name, None, note, flag_values=values)
+        else:
+            flags.DEFINE_string(name, None, note, flag_values=values)
+    for name, (kind, default, note, _) in RUN_FLAGS.items():
+        makers = {"int": flags.DEFINE_integer, "float": flags.DEFINE_float, "bool": flags.DEFINE_bool}
+        makers.get(kind, flags.DEFINE_string)(name, default, note, flag_values=values)
+    flags.DEFINE_string("experiment", "", "which question to ask (see --list)", flag_values=values)
+    flags.DEFINE_bool("list", False, "list the experiments", flag_values=values)
+    flags.DEFINE_bool("debug", False, "show the traceback of an error", flag_values=values)
+    flags.DEFINE_bool("help", False, "describe every flag", flag_values=values)
+
+
+def describe(field: dataclasses.Field) -> str:
+    """A field's help, range and default in one line."""
+    meta = field.metadata
+    if "choices" in meta:
+        limits = " | ".join(meta["choices"])
+    elif "parts" in meta:
+        limits = "of " + ", ".join(meta["parts"])
+    else:
+        words = {"low": "from {:g}", "above": "above {:g}", "high": "to {:g}", "below": "below {:g}"}
+        limits = " ".join(word.format(meta[name]) for name, word in words.items() if name in meta)
+    shown = ",".join(field.default) if isinstance(field.default, tuple) else field.default
+    return f"{meta['help']} [{limits + '; ' if limits else ''}default {shown if shown != '' else 'empty'}]"
+
+
+def parse(argv: Sequence[str], uses: dict[str, Sequence[str]]) -> tuple[Settings, dict[str, bool]]:
+    """Settings from a command line (argv[0] is the program), and the ALWAYS switches.
+
+    uses: experiment -> the run flags it takes. Raises UserError, one line, for anything
+    misspelt, out of range, left over, or without effect in the chosen experiment.
+    """
+    values = flags.FlagValues()
+    define(values)
+    try:
+        left = values(list(argv))[1:]
+    except flags.UnrecognizedFlagError as error:
+        raise _unrecognised(error.flagname, values) from None
+    except flags.Error as error:
+        raise UserError(" ".join(str(error).split())) from None
+    switches = {name: bool(values[name].value) for name in ("list", "debug", "help")}
+    if left:
+        raise UserError(f"{left[0]!r} is not a flag: write --name=value")
+    given = frozenset(name for name in values if values[name].present)
+    settings = {}
+    for name, (kind, _, _, least) in RUN_FLAGS.items():
+        value = values[name].value
+        if kind in ("int", "float") and value < least:
+            raise UserError(f"--{name}={value} is out of range: at least {least:g}")
+        settings[name] = value
+    if settings["depth"] not in DEPTHS:
+        raise UserError(f"--depth={settings['depth']}: choose from {', '.join(DEPTHS)}")
+    if settings["preset"]:
+        preset(settings["preset"])
+    overrides = {}
+    for name, field in (CONFIG_FIELDS | HYPER_FIELDS).items():
+        value = values[name].value
+        if name in given and value is not None:
+            value = tuple(sorted(value, key=list(TERMS).index)) if _known_terms(name, value) else value
+            check_value("the flag", field, value)
+            overrides[name] = value
+    experiment = values["experiment"].value
+    if experiment and experiment not in uses:
+        from transformer_jax.errors import unknown
+
+        raise unknown("experiment", experiment, uses)
+    if experiment:
+        idle = sorted((given & set(RUN_FLAGS)) - set(uses[experiment]))
+        if idle:
+            raise ConfigError(f"--{idle[0]} has no effect in --experiment={experiment}: leave it out")
+    return Settings(experiment, overrides, given, **settings), switches
+
+
+def _known_terms(name: str, value: Any) -> bool:
+    return name == "terms" and all(part in TERMS for part in value)
+
+
+def _unrecognised(name: str, values: flags.FlagValues) -> UserError:
+    near = difflib.get_close_matches(name, list(values), n=2, cutoff=0.6)
+    hint = f"did you mean {' or '.join('--' + n for n in near)}?" if near else "see --help"
+    return UserError(f"unknown flag --{name}: {hint}")

@@ -1,0 +1,291 @@
+"""The host side of a sweep: groups one after the other, chunk by chunk, saved and resumable."""
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments import program as programs
+from experiments.grid import Arm, Group, Run, group_runs, hyper_of
+from experiments.interrupt import Stopper
+from experiments.progress import Bar
+from transformer_jax import checkpoint, sharding
+from transformer_jax.config import Config
+from transformer_jax.data import Task, make_task
+
+SAVE_SECONDS = 20.0  # between saves, unless --checkpoint_every asks for every chunk
+CERTIFIED_STEPS = 100
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """What a sweep asks. Arms are compared on `primary` (lower is better), each at its own best rate.
+
+    comparisons: at most six pairs of arm names, fixed before the run.
+    """
+
+    name: str
+    title: str
+    arms: tuple[Arm, ...]
+    learning_rates: tuple[float, ...]
+    comparisons: tuple[tuple[str, str], ...]
+    observe: programs.Observe = programs.nothing_observed
+    primary: str = "report_loss"
+    selection: str = "selection_loss"
+
+
+@dataclasses.dataclass(frozen=True)
+class RunResult:
+    """One run's numbers. loss, grad_norm [steps]; marks: the steps at which `measured` [M, …] was taken."""
+
+    loss: np.ndarray
+    grad_norm: np.ndarray
+    marks: tuple[int, ...]
+    measured: dict[str, np.ndarray]
+
+    @property
+    def diverged(self) -> int | None:
+        """The first step whose loss is not finite; the last step if only the final measurement is not."""
+        bad = np.flatnonzero(~np.isfinite(self.loss))
+        if len(bad):
+            return int(bad[0])
+        ends = [self.measured[name][-1] for name in self.measured if name.endswith("_loss")]
+        return None if all(np.isfinite(ends)) else len(self.loss)
+
+    def final(self, name: str) -> float | None:
+        """A scalar measurement at the end; None for a diverged run."""
+        return None if self.diverged is not None else float(self.measured[name][-1])
+
+
+@dataclasses.dataclass
+class Outcome:
+    """A sweep's results so far; `stopped` says why it is not complete ("" if it is)."""
+
+    question: Question
+    seeds: int
+    results: dict[Run, RunResult] = dataclasses.field(default_factory=dict)
+    certificate: programs.Certificate = dataclasses.field(default_factory=programs.Certificate)
+    programs_compiled: int = 0
+    wall_seconds: float = 0.0
+    tokens_per_second: float = 0.0
+    stopped: str = ""
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    def of(self, arm: int, rate: float) -> list[RunResult]:
+        """The runs of an arm at a learning rate, by seed."""
+        return [self.results[Run(arm, rate, seed)] for seed in range(self.seeds)]
+
+
+@dataclasses.dataclass
+class _Progress:
+    """Where a group is: states and record with a leading R, and the marks measured so far."""
+
+    states: Any
+    record: dict[str, np.ndarray]
+    marks: list[int]
+
+    @property
+    def step(self) -> int:
+        return self.record["loss"].shape[1]
+
+
+def run_sweep(
+    question: Question,
+    seeds: int,
+    folder: Path,
+    *,
+    blocks: Sequence[tuple[int, int]],
+    chunk: int = 0,
+    checkpoint_every: int = 0,
+    stop: Stopper,
+) -> Outcome:
+    """Train every arm at every rate with every seed; resume what `folder` holds.
+
+    blocks: ranges of seeds that were added together, (0, 6) for a new sweep of six.
+    chunk: steps a call (0: a sixth of the run, at most 50). checkpoint_every: steps
+    between saves (0: by time). stop: asked at each chunk's end; the state is saved first.
+    """
+    start, outcome = time.monotonic(), Outcome(question, seeds)
+    groups = [
+        (f"group{g}_seeds{first}-{last - 1}", group)
+        for first, last in blocks
+        for g, group in enumerate(group_runs(question.arms, question.learning_rates, range(first, last)))
+    ]
+    total = sum(group.config.steps * len(group.runs) for _, group in groups)
+    with Bar(question.name, total) as bar:
+        done = 0
+        for i, (name, group) in enumerate(groups):
+            config = group.config
+            steps_a_call = checkpoint_every or chunk or min(50, -(-config.steps // 6))
+            job = _GroupJob(question, group, folder / "checkpoints" / name, min(steps_a_call, config.steps))
+            every = SAVE_SECONDS if not checkpoint_every else 0.0
+            bar_title = f"{question.name} {i + 1}/{len(groups)}"
+            finished = job.train(bar, bar_title, done, every, stop)
+            outcome.notes += job.notes
+            outcome.programs_compiled += job.compiled
+            if not finished:
+                outcome.stopped = stop.reason
+                break
+            done += config.steps * len(group.runs)
+            outcome.results |= job.results()
+            outcome.certificate.add(job.certify())
+    outcome.wall_seconds = time.monotonic() - start
+    tokens = sum(g.config.steps * len(g.runs) * g.config.batch_size * g.config.seq_len for _, g in groups)
+    outcome.tokens_per_second = tokens / outcome.wall_seconds
+    return outcome
+
+
+class _GroupJob:
+    """One group's training: builds its program, restores, advances, saves."""
+
+    def __init__(self, question: Question, group: Group, folder: Path, chunk: int):
+        self.question, self.group, self.folder, self.chunk = question, group, folder, chunk
+        self.notes: list[str] = []
+        self.task: Task = make_task(group.config)
+        self.program = programs.build(group.config, self.task, question.observe, chunk)
+        mesh = self.program.mesh
+        # The last run is repeated to fill the devices; the copies are dropped at the end.
+        runs = list(group.runs) + [group.runs[-1]] * (-len(group.runs) % mesh.size)
+        hypers = programs.stack([hyper_of(question.arms, run) for run in runs])
+        keys = jax.numpy.stack([programs.run_key(run.seed) for run in runs])
+        self.hypers, self.keys = sharding.place_runs((hypers, keys), mesh)
+        self.data = sharding.place_shared(self.task.data, mesh)
+        self.R = len(runs)
+        self.now: _Progress | None = None
+
+    @property
+    def compiled(self) -> int:
+        return self.program.call._cache_size()
+
+    def _empty_states(self) -> Any:
+        one = self.program.empty(jax.tree.map(lambda x: x[0], self.hypers), self.keys[0])
+        return jax.tree.map(lambda x: np.zeros((self.R, *x.shape), x.dtype), one)
+
+    def _call(self, states: Any, start: int, stop: int) -> tuple[Any, tuple[dict, dict]]:
+        final = np.bool_(stop == self.group.config.steps)
+        return self.program.call(states, self.hypers, self.keys, np.int32(start), np.int32(stop), final, self.data)
+
+    def _restore(self) -> _Progress | None:
+        """The newest good checkpoint of this group, or None."""
+        if not self.folder.is_dir() or not checkpoint.steps(self.folder):
+            return None
+        states = sharding.abstract_runs(self._empty_states(), self.program.mesh)
+        rows = jax.eval_shape(
+            lambda *args: self.program.call(*args)[1],
+            states, self.hypers, self.keys, np.int32(0), np.int32(0), np.bool_(False), self.data,
+        )  # fmt: skip
+
+        def like(meta: Mapping[str, Any]) -> Any:
+            marks = meta["marks"]
+            record = {name: np.zeros((self.R, marks[-1]), np.float32) for name in programs.RECORDED}
+            for name, x in rows[1].items():
+                record[name] = np.zeros((self.R, len(marks), *x.shape[1:]), x.dtype)
+            return {"states": states, "record": record}
+
+        restored = checkpoint.restore_latest(self.folder, like)
+        self.notes += restored.notes
+        return _Progress(restored.state["states"], restored.state["record"], list(restored.meta["marks"]))
+
+    def train(self, bar: Bar, title: str, done: int, save_seconds: float, stop: Stopper) -> bool:
+        """Advance to the last step; False if stopped before. Saved in both cases."""
+        config, runs = self.group.config, len(self.group.runs)
+        tokens_a_step = runs * config.batch_size * config.seq_len
+        self.now = self._restore()
+        with checkpoint.Saver(self.folder, keep=2, resumed=self.now.step if self.now else None) as saver:
+            saved = self.now.step if self.now else -1
+            last_save = time.monotonic()
+            while self.now is None or self.now.step < config.steps:
+                self._advance()
+                step = self.now.step
+                loss = self.now.record["loss"][:runs, -1] if step else self.now.record["selection_loss"][:runs, -1]
+                shown = loss[np.isfinite(loss)]
+                bar.update(
+                    done + runs * step, title=title,
+                    tokens=tokens_a_step * (min(self.chunk, step)),
+                    loss=float(np.mean(shown)) if len(shown) else float("nan"),
+                )  # fmt: skip
+                reason = stop.reason
+                if reason or step == config.steps or time.monotonic() - last_save >= save_seconds:
+                    self._save(saver)
+                    saved, last_save = step, time.monotonic()
+                if reason and step < config.steps:
+                    return False
+            if saved < self.now.step:
+                self._save(saver)
+        return True
+
+    def _advance(self) -> None:
+        """One call of the program: the measurement before training, or a chunk of steps."""
+        config = self.group.config
+        if self.now is None:
+            states = sharding.place_runs(self._empty_states(), self.program.mesh)
+            states, (_, measured) = self._call(states, 0, 0)
+            record = {name: np.zeros((self.R, 0), np.float32) for name in programs.RECORDED}
+            record |= {name: np.asarray(x)[:, None] for name, x in measured.items()}
+            self.now = _Progress(states, record, [0])
+            return
+        start = self.now.step
+        stop = min(start + self.chunk, config.steps)
+        states, (steps, measured) = self._call(self.now.states, start, stop)
+        record = dict(self.now.record)
+        for name, x in steps.items():
+            record[name] = np.concatenate([record[name], np.asarray(x)[:, : stop - start]], axis=1)
+        for name, x in measured.items():
+            record[name] = np.concatenate([record[name], np.asarray(x)[:, None]], axis=1)
+        self.now = _Progress(states, record, [*self.now.marks, stop])
+
+    def _save(self, saver: checkpoint.Saver) -> None:
+        meta = {"marks": self.now.marks, "runs": [dataclasses.asdict(run) for run in self.group.runs]}
+        saver.save(self.now.step, {"states": self.now.states, "record": self.now.record}, meta)
+
+    def results(self) -> dict[Run, RunResult]:
+        """Each run's numbers, the filling copies dropped."""
+        record, out = self.now.record, {}
+        for r, run in enumerate(self.group.runs):
+            measured = {name: x[r] for name, x in record.items() if name not in programs.RECORDED}
+            out[run] = RunResult(record["loss"][r], record["grad_norm"][r], tuple(self.now.marks), measured)
+        return out
+
+    def certify(self) -> programs.Certificate:
+        """One run of the group, from its middle, alone against itself inside."""
+        r = len(self.group.runs) // 2
+        run, steps = self.group.runs[r], min(CERTIFIED_STEPS, self.group.config.steps)
+        hyper = hyper_of(self.question.arms, run)
+        return programs.certify(self.group.config, self.task, hyper, run.seed, self.now.record["loss"][r], steps)
+
+
+def plan(question: Question, seeds: int) -> dict[str, Any]:
+    """What the sweep would do, without doing it: groups, runs, parameters, seconds and bytes (estimates).
+
+    Seconds come from the products' count and the speed of one layer's product on this
+    machine, measured here for a moment.
+    """
+    groups = group_runs(question.arms, question.learning_rates, range(seeds))
+    return {
+        "arms": [arm.name for arm in question.arms],
+        "learning_rates": list(question.learning_rates),
+        "seeds": seeds,
+        "groups": [_plan_group(group.config, len(group.runs)) for group in groups],
+    }
+
+
+def _plan_group(config: Config, runs: int) -> dict[str, Any]:
+    from experiments.cost import product_speed, train_flops
+    from transformer_jax.encoder_decoder import count_parameters
+
+    parameters = count_parameters(config)
+    devices = len(jax.devices())
+    flops = train_flops(config, parameters) * config.steps * runs
+    copies = {"adam": 3, "adamw": 3, "momentum": 2, "sgd": 1}[config.optimizer]
+    return {
+        "runs": runs,
+        "parameters": parameters,
+        "steps": config.steps,
+        "flops": flops,
+        "seconds": flops / (product_speed(config) * devices),
+        "bytes": 4 * copies * parameters * (runs + devices) + 4 * parameters * devices,
+    }
