@@ -45,17 +45,24 @@ class Program:
 
 
 def take_steps(
-    config: Config, task: Task, state: TrainState, hyper: Hyper, stop: jax.Array, chunk: int, data: Any
+    config: Config,
+    task: Task,
+    state: TrainState,
+    hyper: Hyper,
+    stop: jax.Array,
+    chunk: int,
+    data: Any,
+    recorded: Sequence[str] = RECORDED,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Train from state.step to `stop`, at most `chunk` updates; RECORDED metrics [chunk], NaN where not reached."""
+    """Train from state.step to `stop`, at most `chunk` updates; the recorded metrics [chunk], NaN where not reached."""
     start = state.step
 
     def body(i: jax.Array, carry: tuple[TrainState, dict[str, jax.Array]]) -> tuple[TrainState, dict[str, jax.Array]]:
         state, record = carry
         state, metrics = train_step(config, state, hyper, task.train_batch(data, batch_key(state.key, state.step)))
-        return state, {name: record[name].at[i - start].set(metrics[name]) for name in RECORDED}
+        return state, {name: record[name].at[i - start].set(metrics[name]) for name in recorded}
 
-    record = {name: jnp.full((chunk,), jnp.nan) for name in RECORDED}
+    record = {name: jnp.full((chunk,), jnp.nan) for name in recorded}
     return jax.lax.fori_loop(start, stop, body, (state, record))
 
 

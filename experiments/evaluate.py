@@ -1,0 +1,54 @@
+"""Measure a trained model: loss, perplexity, accuracy and samples on both held-out splits.
+
+    python launch.py --experiment=evaluate --restore=runs/lm
+    python launch.py --experiment=evaluate --restore=runs/lm --text=other.txt --attention_temperature=1.5
+
+The newest good checkpoint is used. Numbers in Hyper, the mask and the text may differ from
+training; what changes a parameter's shape is refused with a list of what differs.
+"""
+
+from pathlib import Path
+
+from experiments import grid
+from experiments.flags import Settings
+from experiments.workdir import WorkdirError, read_json
+from transformer_jax import checkpoint
+from transformer_jax.config import Config, Hyper, from_dict
+from transformer_jax.data import make_task
+from transformer_jax.errors import ConfigError
+
+FLAGS = ("restore",)
+
+
+def saved_configuration(restore: str) -> tuple[Config, Hyper]:
+    """The Config and Hyper that a workdir of `train` was made with."""
+    if not restore:
+        raise ConfigError("--restore=WORKDIR names the trained model")
+    held = read_json(Path(restore) / "config.json")
+    if held is None:
+        raise WorkdirError(f"--restore={restore}: no config.json there")
+    what = held["identity"]
+    if what["experiment"] != "train":
+        raise WorkdirError(f"--restore={restore} holds {what['experiment']}; a workdir of train is wanted")
+    steps = held["free"]["steps"]
+    return from_dict(Config, what["config"] | {"steps": steps}), from_dict(Hyper, what["hyper"])
+
+
+def run(settings: Settings) -> int:
+    """Print the numbers of each split."""
+    from experiments import loop
+
+    trained, trained_hyper = saved_configuration(settings.restore)
+    config, hyper = grid.changed(trained, trained_hyper, settings.overrides)
+    task = make_task(config)
+    restored = checkpoint.restore_latest(Path(settings.restore) / "checkpoints", loop.abstract_state(config, hyper))
+    for note in restored.notes:
+        print(note)
+    print(f"{settings.restore}, step {restored.step}")
+    numbers = loop.device_hyper(hyper)
+    for split in task.eval_batches:
+        sums = loop.measure(config, task, split)(restored.state.params, numbers, task.data)
+        found = "  ".join(f"{name} {value:.4f}" for name, value in loop.describe(sums, task).items())
+        print(f"{split:>10}  {found}  over {float(sums.count):,.0f} tokens")
+    print("\n".join(loop.samples(config, restored.state.params, numbers, task)))
+    return 0

@@ -1,0 +1,195 @@
+"""The host's loop for one long run: chunks of steps, evaluation, checkpoints, resume.
+
+A run is saved by time, by --checkpoint_every, when it is interrupted and at its end; the
+same command goes on from there, and ends with the same bits as if it had not been stopped.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.interrupt import Stopper
+from experiments.program import run_key, take_steps
+from experiments.progress import Bar
+from experiments.samples import samples
+from experiments.workdir import write_text
+from transformer_jax import checkpoint
+from transformer_jax.config import Config, Hyper
+from transformer_jax.data import Task
+from transformer_jax.losses import Sums
+from transformer_jax.train import TrainState, evaluate, init_state
+
+LOGGED = ("loss", "accuracy", "grad_norm", "learning_rate", "tokens")
+CHUNK_SECONDS = 1.0  # about how long one call to the device is
+SAVE_SECONDS = 60.0
+
+
+def abstract_state(config: Config, hyper: Hyper) -> TrainState:
+    """Shapes and types of the state, for restoring into; nothing is allocated."""
+    return jax.eval_shape(lambda: init_state(config, hyper, run_key(0)))
+
+
+def device_hyper(hyper: Hyper) -> Hyper:
+    """Plain numbers -> device scalars, so that their values are not compiled in."""
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.int32 if isinstance(x, int) else jnp.float32), hyper)
+
+
+def measure(config: Config, task: Task, split: str) -> Callable[[Any, Hyper, Any], Sums]:
+    """A jitted function of (params, hyper, data): the sums over the whole split."""
+    count = task.eval_batches[split]
+
+    @jax.jit
+    def sums(params: Any, hyper: Hyper, data: Any) -> Sums:
+        return evaluate(config, params, hyper, lambda i: task.eval_batch(data, split, i), count)
+
+    return sums
+
+
+def describe(sums: Sums, task: Task) -> dict[str, float]:
+    """The split's numbers: loss (nats per token), perplexity, accuracy; bits per byte for text,
+    nats above the floor for tasks that have one."""
+    loss = float(sums.loss)
+    out = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "accuracy": float(sums.accuracy)}
+    if task.floor is not None:
+        out["above_floor"] = loss - task.floor
+    elif task.vocab_size == 256:
+        out["bits_per_byte"] = loss / math.log(2.0)
+    return out
+
+
+def train(
+    config: Config,
+    hyper: Hyper,
+    seed: int,
+    task: Task,
+    folder: Path,
+    *,
+    stop: Stopper,
+    checkpoint_every: int = 0,
+    eval_every: int = 0,
+    profile: bool = False,
+) -> tuple[TrainState, bool]:
+    """Train to config.steps, or until `stop`; (state, whether it is finished). Resumes what `folder` holds.
+
+    Writes folder/checkpoints and folder/metrics.jsonl: a row a step {"step", "loss", …}, and a
+    row an evaluation {"step", "split", "loss", …}.
+    """
+    numbers, saves = device_hyper(hyper), folder / "checkpoints"
+    state, notes = _start(config, hyper, seed, saves)
+    with Bar(f"{config.task}", config.steps, int(state.step)) as bar:
+        for note in notes:
+            bar.say(note)
+        log = _Log(folder / "metrics.jsonl", int(state.step))
+        if int(state.step):
+            bar.say(f"resumed at step {int(state.step)}")
+        evaluation = measure(config, task, "selection")
+        eval_every = eval_every or max(1, config.steps // 10)
+        advance = _advance(config, task, min(eval_every, config.steps))
+        with checkpoint.Saver(saves, keep=2, resumed=int(state.step) or None) as saver:
+            chunk, last_save = 1, time.monotonic()
+            saved = int(state.step) if notes or int(state.step) else -1
+            while (start := int(state.step)) < config.steps:
+                ends = [start + chunk, config.steps, _next(start, eval_every)]
+                if checkpoint_every:
+                    ends.append(_next(start, checkpoint_every))
+                begun = time.monotonic()
+                with _trace(folder / "trace", profile and start > 0):
+                    state, record = advance(state, numbers, np.int32(min(ends)), task.data)
+                    record = {name: np.asarray(x)[: min(ends) - start] for name, x in record.items()}
+                profile = profile and start == 0
+                seconds, done = time.monotonic() - begun, min(ends)
+                if start:  # the first call compiles
+                    chunk = max(1, min(eval_every, int(chunk * CHUNK_SECONDS / max(seconds, 1e-3)) or 1))
+                log.steps(start, record)
+                bar.update(done, tokens=float(record["tokens"].sum()), loss=float(record["loss"][-1]))
+                if done % eval_every == 0 or done == config.steps:
+                    found = describe(evaluation(state.params, numbers, task.data), task)
+                    log.row({"step": done, "split": "selection", **found})
+                    bar.say(f"step {done}  " + "  ".join(f"{name} {value:.4g}" for name, value in found.items()))
+                    for line in samples(config, state.params, numbers, task):
+                        bar.say(line)
+                reason = stop.reason
+                due = checkpoint_every and done % checkpoint_every == 0
+                if reason or due or done == config.steps or time.monotonic() - last_save > SAVE_SECONDS:
+                    log.flush()
+                    saver.save(done, state, {"step": done, "seed": seed})
+                    saved, last_save = done, time.monotonic()
+                if reason and done < config.steps:
+                    bar.say(f"stopped at step {done}: {reason}; saved, the same command goes on from here")
+                    return state, False
+            if saved < 0:
+                saver.save(config.steps, state, {"step": config.steps, "seed": seed})
+    return state, True
+
+
+def _next(step: int, every: int) -> int:
+    return (step // every + 1) * every
+
+
+def _advance(config: Config, task: Task, chunk: int) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
+    """(state, hyper, stop, data) -> (state at `stop`, LOGGED arrays [chunk]); compiles once, the state is donated."""
+
+    def advance(state: TrainState, hyper: Hyper, stop: jax.Array, data: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        return take_steps(config, task, state, hyper, stop, chunk, data, LOGGED)
+
+    return jax.jit(advance, donate_argnums=0)
+
+
+def _start(config: Config, hyper: Hyper, seed: int, saves: Path) -> tuple[TrainState, list[str]]:
+    """The newest good checkpoint, or a fresh state."""
+    if saves.is_dir() and checkpoint.steps(saves):
+        restored = checkpoint.restore_latest(saves, abstract_state(config, hyper))
+        return restored.state, restored.notes
+    fresh = jax.jit(lambda h, key: init_state(config, h, key))
+    return fresh(device_hyper(hyper), run_key(seed)), []
+
+
+class _Log:
+    """metrics.jsonl. On resume, rows past the checkpoint are dropped: they will be made again."""
+
+    def __init__(self, path: Path, step: int):
+        self.path = path
+        kept = []
+        if path.is_file() and step:
+            for line in path.read_text(encoding="utf-8").splitlines():
+                try:
+                    row = json.loads(line)
+                except ValueError:  # cut off by a kill
+                    break
+                # A step's row is of the update that leads from `step` to `step + 1`.
+                if row["step"] < step or (row["step"] == step and "split" in row):
+                    kept.append(line + "\n")
+        write_text(path, "".join(kept))
+        self._pending: list[str] = []
+
+    def row(self, row: dict[str, Any]) -> None:
+        finite = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in row.items()}
+        self._pending.append(json.dumps(finite) + "\n")
+        self.flush()
+
+    def steps(self, start: int, record: dict[str, np.ndarray]) -> None:
+        for i in range(len(record["loss"])):
+            row = {"step": start + i, **{name: float(x[i]) for name, x in record.items()}}
+            finite = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in row.items()}
+            self._pending.append(json.dumps(finite) + "\n")
+        self.flush()
+
+    def flush(self) -> None:
+        if self._pending:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.writelines(self._pending)
+            self._pending.clear()
+
+
+def _trace(folder: Path, on: bool) -> Any:
+    """A profiler trace of the block if `on`."""
+    import contextlib
+
+    return jax.profiler.trace(str(folder)) if on else contextlib.nullcontext()

@@ -1,0 +1,77 @@
+"""Three samples at each evaluation: what went in, what was wanted, what came out."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_jax.batch import Batch
+from transformer_jax.config import Config, Hyper
+from transformer_jax.data import Task, prompt_and_reference
+from transformer_jax.encoder_decoder import forward
+
+SHOWN = 3
+WRITTEN = 40  # ids that a text sample continues
+WIDTH = 44  # characters shown of each part
+
+
+def free_running(config: Config, params: Any, hyper: Hyper, batch: Batch) -> jax.Array:
+    """Greedy outputs [B, T]: at each counted position the most probable id, fed back as the next input.
+
+    Positions that do not count keep the given input. An encoder predicts all positions at once.
+    """
+
+    def predict(tokens: jax.Array) -> jax.Array:
+        logits, _ = forward(params, config, hyper, dataclasses.replace(batch, tokens_BT=tokens))
+        return jnp.argmax(logits, axis=-1).astype(tokens.dtype)
+
+    if config.architecture == "encoder":
+        return predict(batch.tokens_BT)
+    T = batch.tokens_BT.shape[1]
+
+    def step(t: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        tokens, out = carry
+        made = predict(tokens)[:, t]
+        out = out.at[:, t].set(made)
+        following = jnp.minimum(t + 1, T - 1)
+        counts = (batch.weights_BT[:, t] > 0) & (t + 1 < T)
+        return tokens.at[:, following].set(jnp.where(counts, made, tokens[:, following])), out
+
+    first = jnp.argmax(jnp.any(batch.weights_BT > 0, axis=0))  # nothing is written before it
+    return jax.lax.fori_loop(first, T, step, (batch.tokens_BT, jnp.zeros_like(batch.tokens_BT)))[1]
+
+
+@jax.jit(static_argnums=0)
+def _outputs(config: Config, params: Any, hyper: Hyper, batch: Batch) -> jax.Array:
+    return free_running(config, params, hyper, batch)
+
+
+def sample_batch(config: Config, task: Task) -> Batch:
+    """The first rows of the selection split; of a text, only the last WRITTEN ids of a row are to be written."""
+    batch = task.eval_batch(task.data, "selection", jnp.zeros((), jnp.int32))
+    batch = jax.tree.map(lambda x: x[:SHOWN], batch)
+    if config.task != "text":
+        return batch
+    last = jnp.arange(config.seq_len)[None] >= config.seq_len - min(WRITTEN, config.seq_len // 2)
+    return batch.replace(weights_BT=jnp.where(last, batch.weights_BT, 0.0))
+
+
+def samples(config: Config, params: Any, hyper: Hyper, task: Task) -> list[str]:
+    """Three lines for each sample: input, reference, output."""
+    batch = sample_batch(config, task)
+    outputs = np.asarray(_outputs(config, params, hyper, batch))
+    lines = []
+    for row in range(min(SHOWN, len(outputs))):
+        prompt, reference = prompt_and_reference(config, task, batch, row)
+        counted = np.asarray(batch.weights_BT[row]) > 0
+        made = task.show(outputs[row][counted])
+        for name, text in (("input", prompt), ("reference", reference), ("output", made)):
+            lines.append(f"    {name:>9}  {_short(text)}")
+    return lines
+
+
+def _short(text: str) -> str:
+    text = repr(text)[1:-1]
+    return text if len(text) <= WIDTH else "…" + text[-WIDTH:]
