@@ -20,12 +20,12 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#4
 # From the ninth arm on the colours come again, with another marker.
 MARKERS = ("o", "s", "D")
 DASHES = ("-", (0, (5, 2)), (0, (1.2, 1.6)), (0, (6, 2, 1.2, 2)), (0, (3, 1.2, 1.2, 1.2, 1.2, 1.2)))
-WIDTH = 6.6  # inches: at 900 CSS pixels its 9-point text is as large as the page's
-DPI = 200
-LEGEND_CHARACTERS = 92  # of 9-point text that fit side by side in WIDTH
+WIDTH = 5.6  # inches: 9-point text is then legible on a phone, where the picture is 360 CSS pixels wide
+DPI = 230
+LEGEND_CHARACTERS = 66  # of 9-point text that surely fit side by side in WIDTH
 STYLE = {
-    "font.size": 9.5,
-    "axes.labelsize": 10,
+    "font.size": 9,
+    "axes.labelsize": 9,
     "legend.fontsize": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -37,7 +37,7 @@ STYLE = {
     "axes.axisbelow": True,
     "xtick.color": "#444444",
     "ytick.color": "#444444",
-    "lines.linewidth": 1.7,
+    "lines.linewidth": 1.5,
     "legend.frameon": False,
 }
 
@@ -58,38 +58,48 @@ def _figure(path: Path, height: float) -> Iterator[Any]:
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from PIL import Image
 
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, height), layout="constrained")
-        FigureCanvasAgg(figure)
+        figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained", facecolor="white")
+        figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08)
+        canvas = FigureCanvasAgg(figure)
         yield figure
-        # No Software entry: the same numbers give the same bytes.
-        figure.savefig(path, dpi=DPI, facecolor="white", metadata={"Software": None})
+        canvas.draw()
+    # A picture of few colours: with a palette it has a third of the bytes, and looks the same.
+    picture = Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3].copy())
+    picture.quantize(256).save(path, format="PNG", optimize=True)
 
 
 def _key(names: Sequence[str]) -> tuple[list[str], int]:
-    """Names wrapped to the figure's width, and the number of legend columns that fit."""
-    wrapped = [textwrap.fill(name, LEGEND_CHARACTERS - 6) for name in names]
+    """Names wrapped to the figure's width, and the legend columns that fit, so that rows are evenly long."""
+    wrapped = [textwrap.fill(name, LEGEND_CHARACTERS - 9) for name in names]
     longest = max(len(line) for name in wrapped for line in name.split("\n"))
-    return wrapped, max(1, min(len(names), LEGEND_CHARACTERS // (longest + 6)))
+    fit = max(1, LEGEND_CHARACTERS // (longest + 9))
+    return wrapped, math.ceil(len(names) / math.ceil(len(names) / fit))
 
 
-def _legend_height(*keys: Sequence[str]) -> float:
-    """Inches that legends of these names need below the axes."""
-    rows = 0.0
-    for names in keys:
-        wrapped, columns = _key(names)
-        rows += math.ceil(len(names) / columns) * max(name.count("\n") + 1 for name in wrapped) + 0.4
-    return 0.19 * rows
-
-
-def _legend(figure: Any, handles: Sequence[Any], names: Sequence[str]) -> None:
-    """A legend below everything. Names are shown as they are: no formulas, no hidden underscores."""
+def _legend_height(names: Sequence[str]) -> float:
+    """Inches that a legend of these names needs."""
     wrapped, columns = _key(names)
-    legend = figure.legend(handles, ["x"] * len(names), loc="outside lower center", ncols=columns, handlelength=2.6)
-    for text, name in zip(legend.get_texts(), wrapped, strict=True):
+    return 0.19 * (math.ceil(len(names) / columns) * max(name.count("\n") + 1 for name in wrapped) + 0.5)
+
+
+def _legend(figure: Any, handles: Sequence[Any], names: Sequence[str], where: str = "lower center") -> None:
+    """A legend outside the axes, in reading order. Names are shown as they are: no formulas, no hidden underscores."""
+    wrapped, columns = _key(names)
+    # matplotlib fills column by column: hand it the entries in the order that reads row by row.
+    order = [i for column in range(columns) for i in range(column, len(names), columns)]
+    style = {"ncols": columns, "handlelength": 2.4, "borderaxespad": 0.1, "labelcolor": "#222222"}
+    legend = figure.legend([handles[i] for i in order], ["x"] * len(names), loc=f"outside {where}", **style)
+    for text, i in zip(legend.get_texts(), order, strict=True):
         text.set_parse_math(False)
-        text.set_text(name)
+        text.set_text(wrapped[i])
+
+
+def _arm_legend(figure: Any, names: Sequence[str]) -> None:
+    """Each arm's colour and marker, below."""
+    _legend(figure, [_line(color=colour(i), marker=marker(i), markersize=4) for i in range(len(names))], names)
 
 
 def _line(**style: Any) -> Any:
@@ -127,8 +137,8 @@ def lines(
     layer_names = [f"layer {layer}" for layer in layers] if len(layers) > 1 else []
     xs = np.asarray(x, np.float64)
     values = {name: np.asarray(y, np.float64) for name, y in series.items()}
-    keys = [arms, layer_names] if layer_names else [arms] if len(arms) > 1 else []
-    with _figure(path, 3.5 + _legend_height(*keys)) as figure:
+    height = 3.0 + (_legend_height(arms) if len(arms) > 1 else 0) + (0.25 if layer_names else 0)
+    with _figure(path, height) as figure:
         axes = figure.add_subplot()
         for name, y in values.items():
             arm, layer = split[name]
@@ -142,14 +152,15 @@ def lines(
         if log_x:
             _log_x(axes, xs)
         if log_y and any((y[np.isfinite(y)] > 0).any() for y in values.values()):
-            axes.set_yscale("log", nonpositive="mask")
+            _log_y(axes)
         axes.set_xlabel(x_label, parse_math=False)
         axes.set_ylabel(y_label, parse_math=False)
-        if layer_names:  # the legend that is added last stands lowest
+        if layer_names:
             dashes = [DASHES[i % len(DASHES)] for i in range(len(layers))]
-            _legend(figure, [_line(color="#444444", linestyle=dash) for dash in dashes], layer_names)
-        if keys:
-            _legend(figure, [_line(color=colour(i), marker=marker(i), markersize=4) for i in range(len(arms))], arms)
+            handles = [_line(color="#444444", linestyle=dash) for dash in dashes]
+            _legend(figure, handles, layer_names, "upper right")
+        if len(arms) > 1:
+            _arm_legend(figure, arms)
 
 
 def _log_x(axes: Any, xs: np.ndarray) -> None:
@@ -158,6 +169,18 @@ def _log_x(axes: Any, xs: np.ndarray) -> None:
         axes.set_xscale("log")
     elif len(positive):
         axes.set_xscale("symlog", linthresh=positive.min())
+
+
+def _log_y(axes: Any) -> None:
+    """A log axis with plain numbers at it: 1, 2, 5 of each decade where there are few decades."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axes.set_yscale("log", nonpositive="mask")
+    low, high = axes.get_ylim()
+    subs = (1.0, 2.0, 5.0) if high < 200 * low else (1.0,)
+    axes.yaxis.set_major_locator(LogLocator(subs=subs))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _finite_mean(x: np.ndarray) -> np.ndarray:
@@ -198,13 +221,13 @@ def loss_curves(path: Path, outcome: Any, results: Mapping[str, Any]) -> None:
     curves = [mean_curves(outcome, i, arm["best_learning_rate"]) for i, arm in enumerate(results["arms"])]
     steps = curves[0]["loss"].shape[1]
     half = steps // 2
-    with _figure(path, 5.4 + _legend_height(names, ["x"])) as figure:
+    with _figure(path, 5.2 + _legend_height(names)) as figure:
         whole, late = figure.subplots(2, 1)
         for axes, first in ((whole, 0), (late, half)):
             shown = []
             for i, curve in enumerate(curves):
                 at, train = smoothed(_finite_mean(curve["loss"]))
-                axes.plot(at, train, color=colour(i), linewidth=0.7, alpha=0.45)
+                axes.plot(at, train, color=colour(i), linewidth=0.6, alpha=0.35)
                 style = {"color": colour(i), "marker": marker(i), "markersize": 3.2, "zorder": 3}
                 axes.plot(curve["marks"], curve["mean"], **style)
                 axes.fill_between(curve["marks"], curve["low"], curve["high"], color=colour(i), alpha=0.15, linewidth=0)
@@ -216,11 +239,16 @@ def loss_curves(path: Path, outcome: Any, results: Mapping[str, Any]) -> None:
                 axes.set_ylim(*limits)
             axes.set_xlim(first - 0.01 * steps if first else -0.02 * steps, 1.02 * steps)
             axes.set_ylabel(f"{results['metric_label']}, {results['unit']}", parse_math=False)
-        late.set_title(f"enlarged: from step {half} on", fontsize=9.5, color="#444444", loc="left")
+        late.set_title(f"enlarged: from step {half} on", fontsize=9, color="#444444", loc="left")
         late.set_xlabel("step")
-        kinds = [_line(color="#444444", marker="o", markersize=3.2), _line(color="#444444", linewidth=0.7, alpha=0.6)]
-        _legend(figure, kinds, ["validation (band: 95% interval)", "training (smoothed)"])
-        _legend(figure, [_line(color=colour(i), marker=marker(i), markersize=4) for i in range(len(names))], names)
+        kinds = {
+            "validation, 95% interval": _line(color="#444444", marker="o", markersize=3.2),
+            "training, smoothed": _line(color="#444444", linewidth=0.7, alpha=0.6),
+        }
+        if not all(np.isfinite(curve["loss"]).all() for curve in curves):
+            kinds["a seed diverges"] = _line(color="#444444", marker="x", markersize=6, linestyle="")
+        _legend(figure, list(kinds.values()), list(kinds), "upper right")
+        _arm_legend(figure, names)
 
 
 def _crosses(axes: Any, loss: np.ndarray, first: int, shade: str) -> None:
@@ -244,7 +272,7 @@ def learning_rates(path: Path, results: Mapping[str, Any]) -> None:
     spread = min([b / a for a, b in itertools.pairwise(rates)] or [2.0]) ** 0.22
     any_diverged = any(arm["diverged"] for arm in arms)
     kinds = ["best rate of an arm", "some seeds diverged"][: 1 + any_diverged]
-    with _figure(path, 3.7 + _legend_height(names, kinds)) as figure:
+    with _figure(path, 3.6 + _legend_height(names)) as figure:
         axes = figure.add_subplot()
         axes.set_xscale("log")
         for i, arm in enumerate(arms):
@@ -268,7 +296,7 @@ def learning_rates(path: Path, results: Mapping[str, Any]) -> None:
         means = [row["report"]["mean"] for arm in arms for row in arm["learning_rates"]]
         found = [m for m in means if m is not None]
         if found and min(found) > 0 and max(found) > 4 * min(found):
-            axes.set_yscale("log")
+            _log_y(axes)
         axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
         axes.minorticks_off()
         axes.set_xlim(min(rates) / spread**1.6, max(rates) * spread**1.6)
@@ -276,5 +304,5 @@ def learning_rates(path: Path, results: Mapping[str, Any]) -> None:
         axes.set_ylabel(f"final {results['metric_label']}, {results['unit']}", parse_math=False)
         ring = _line(color="#444444", marker="o", markersize=9, markerfacecolor="none", linestyle="")
         cross = _line(color="black", marker="x", markersize=6, linestyle="")
-        _legend(figure, [ring, cross][: len(kinds)], kinds)
-        _legend(figure, [_line(color=colour(i), marker=marker(i), markersize=4) for i in range(len(names))], names)
+        _legend(figure, [ring, cross][: len(kinds)], kinds, "upper right")
+        _arm_legend(figure, names)

@@ -129,7 +129,7 @@ def context(folder: Path, results: Mapping[str, Any], sections: Sequence[Section
         "dots": {name: _dot(i) for i, name in enumerate(names)},
         "facts": _facts(results),
         "certificate": certificate(results["certificate"]),
-        "verdict": _clauses(results["verdict"]),
+        "verdict": clauses(results["verdict"]),
         "arms": _arms(results),
         "comparisons": _comparisons(results),
         "loss_curves": image(folder / "loss_curves.png"),
@@ -169,7 +169,7 @@ def _facts(results: Mapping[str, Any]) -> list[str]:
     return facts + ([f"{short(speed)} tokens/s"] if speed else [])
 
 
-def _clauses(verdict: str) -> list[str]:
+def clauses(verdict: str) -> list[str]:
     """The verdict's clauses, each on a line of its own; joined with spaces they are the verdict."""
     return re.split(r"(?<=;) ", verdict)
 

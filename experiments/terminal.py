@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.report import (
     DIVERGED,
     certificate,
+    clauses,
     digits_for,
     duration,
     fixed,
@@ -92,12 +93,16 @@ def print_results(results: Mapping[str, Any], folder: Path, console: "Console | 
         _say(console)
         _comparisons(console, results["comparisons"])
     _say(console)
-    _say(console, results["verdict"], "bold")
-    warnings = [f"{arm['name']}: {sentence(arm['warning'])}" for arm in results["arms"] if arm["warning"]]
-    if warnings:
+    for clause in clauses(results["verdict"]):
+        _say(console, clause, "bold")
+    by_warning: dict[str, list[str]] = {}
+    for arm in results["arms"]:
+        if arm["warning"]:
+            by_warning.setdefault(sentence(arm["warning"]), []).append(arm["name"])
+    if by_warning:
         _say(console)
-    for line in warnings:
-        _say(console, f"warning: {line}", "yellow")
+    for warning, names in by_warning.items():
+        _say(console, f"warning: {warning} ({', '.join(names)})", "yellow")
     _say(console)
     _say(console, f"Certificate: {certificate(results['certificate'])}.", "dim")
     from rich.text import Text

@@ -36,9 +36,10 @@ HYPER = Hyper(learning_rate=2e-3, clip_norm=1.0)
 
 def configuration(settings: Settings) -> tuple[Config, Hyper, Task]:
     """What the flags ask for, with its vocabulary and terms; the data is read here."""
-    config, hyper = settings.configure(BASE, HYPER)
-    if "warmup_steps" not in settings.overrides and config.warmup_steps > config.steps // 10:
-        config = config.replace(warmup_steps=config.steps // 10)
+    steps = settings.overrides.get("steps", BASE.steps)
+    # A short run warms up for a tenth of it.
+    base = BASE.replace(steps=steps, warmup_steps=min(BASE.warmup_steps, steps // 10))
+    config, hyper = settings.configure(base, HYPER)
     config = resolve(with_terms(config, [hyper]))
     return config, hyper, make_task(config)
 
