@@ -85,8 +85,20 @@ def measure(
     return out
 
 
-def build(config: Config, task: Task, observe: Observe, chunk: int, quick: int = 8, devices: int = 0) -> Program:
-    """The program of a group; it compiles at its first call, once for a number of runs."""
+def build(
+    config: Config,
+    task: Task,
+    observe: Observe,
+    chunk: int,
+    quick: int = 8,
+    devices: int = 0,
+    one_by_one: bool | None = None,
+) -> Program:
+    """The program of a group; it compiles at its first call, once for a number of runs.
+
+    chunk: most steps of a call. quick: evaluation batches of a split between chunks. devices,
+    one_by_one: how the runs are laid out (see sharding.over_runs); the numbers do not change.
+    """
     mesh = sharding.runs_mesh(devices)
 
     def one(
@@ -104,7 +116,7 @@ def build(config: Config, task: Task, observe: Observe, chunk: int, quick: int =
         shapes = jax.eval_shape(lambda h, k: init_state(config, h, k).replace(key=None), hyper, key)
         return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
 
-    return Program(sharding.over_runs(one, mesh, shared=4), mesh, chunk, empty)
+    return Program(sharding.over_runs(one, mesh, shared=4, one_by_one=one_by_one), mesh, chunk, empty)
 
 
 def stack(hypers: Sequence[Hyper]) -> Hyper:

@@ -29,15 +29,18 @@ def runs_mesh(devices: int = 0) -> jax.sharding.Mesh:
     return jax.make_mesh((count,), (RUNS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:count])
 
 
-def over_runs(f: Callable[..., Any], mesh: jax.sharding.Mesh, shared: int) -> Callable[..., Any]:
+def over_runs(
+    f: Callable[..., Any], mesh: jax.sharding.Mesh, shared: int, one_by_one: bool | None = None
+) -> Callable[..., Any]:
     """f mapped over a leading runs axis R of its arguments, R spread over the mesh; jitted.
 
     The last `shared` arguments are the same for all runs. The first argument is donated.
-    Inside a device the runs are taken one by one on CPU (lax.map: a core has no use for
-    batched small products) and together on accelerators (vmap). R must be a multiple of
+    Inside a device the runs are taken one by one (lax.map) or together (vmap); None: one by
+    one on CPU, where a core has no use for batched small products, together on accelerators. R must be a multiple of
     the mesh's size. No run sees another: the program has no collective.
     """
-    one_by_one = mesh.devices.flat[0].platform == "cpu"
+    if one_by_one is None:
+        one_by_one = mesh.devices.flat[0].platform == "cpu"
 
     def local(*args: Any) -> Any:
         runs, rest = args[: len(args) - shared], args[len(args) - shared :]

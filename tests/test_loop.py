@@ -1,0 +1,117 @@
+"""Long runs: what is logged, saved, resumed and restored; pull the plug at any time."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import launch
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = [
+    "--experiment=train", "--task=reverse", "--architecture=encoder_decoder", "--d_model=8", "--num_heads=2",
+    "--num_layers=1", "--seq_len=13", "--batch_size=3", "--steps=40", "--dropout_rate=0.2", "--eval_every=11",
+]  # fmt: skip
+
+
+def rows(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("loop") / "straight"
+    assert launch.main(["launch.py", *TINY, f"--workdir={folder}"]) == 0
+    return folder
+
+
+def test_every_step_and_evaluation_is_a_row(straight: Path) -> None:
+    steps = [row for row in rows(straight) if "split" not in row]
+    assert [row["step"] for row in steps] == list(range(40))
+    assert all(row["loss"] > 0 and row["tokens"] > 0 and row["learning_rate"] > 0 for row in steps)
+    assert [row["step"] for row in rows(straight) if "split" in row] == [11, 22, 33, 40]
+
+
+def test_the_workdir_says_what_it_is(straight: Path) -> None:
+    held = json.loads((straight / "config.json").read_text())
+    assert held["identity"]["config"]["task"] == "reverse" and held["identity"]["config"]["vocab_size"] > 0
+    assert held["versions"]["jax"] and held["commit"] and "--steps=40" not in held["identity"]
+    assert sorted(int(p.name) for p in (straight / "checkpoints").iterdir())[-1] == 40
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_pulling_the_plug_changes_no_bit(number: signal.Signals, straight: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "launch.py", *TINY, "--checkpoint_every=3", f"--workdir={tmp_path / 'w'}"]
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
+    victim = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    saves, deadline = tmp_path / "w" / "checkpoints", time.monotonic() + 200
+    while not (saves.is_dir() and any(p.name.isdigit() for p in saves.iterdir())):
+        assert time.monotonic() < deadline and victim.poll() is None, victim.stderr.read()
+        time.sleep(0.01)
+    victim.send_signal(number)
+    said = victim.communicate(timeout=120)[1]
+    assert not (tmp_path / "w" / "results.json").exists(), said
+    if number == signal.SIGTERM:
+        assert victim.returncode == 128 + signal.SIGTERM and b"saved" in said
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "resumed at step" in done.stderr
+    assert rows(tmp_path / "w") == rows(straight)
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_the_last_good_one_used(tmp_path: Path, capfd: object) -> None:
+    command = ["launch.py", *TINY, "--checkpoint_every=20", f"--workdir={tmp_path / 'w'}"]
+    assert launch.main(command) == 0
+    before = rows(tmp_path / "w")
+    (tmp_path / "w" / "results.json").unlink()
+    newest = tmp_path / "w" / "checkpoints" / "40"
+    for path in newest.rglob("*"):
+        if path.is_file() and path.stat().st_size > 1000:
+            content = bytearray(path.read_bytes())
+            content[len(content) // 2] ^= 1
+            path.write_bytes(content)
+    assert launch.main(command) == 0
+    said = capfd.readouterr().err
+    assert "40" in said and "resumed at step 20" in said
+    assert rows(tmp_path / "w") == before
+
+
+def test_evaluate_restores_and_agrees(straight: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = json.loads((straight / "results.json").read_text())["report"]
+    assert launch.main(["launch.py", "--experiment=evaluate", f"--restore={straight}"]) == 0
+    out = capsys.readouterr().out
+    assert f"loss {report['loss']:.4f}" in out and "step 40" in out
+    assert (
+        launch.main(["launch.py", "--experiment=evaluate", f"--restore={straight}", "--attention_temperature=9"]) == 0
+    )
+    assert f"loss {report['loss']:.4f}" not in capsys.readouterr().out
+
+
+def test_evaluate_refuses_another_shape(straight: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch.main(["launch.py", "--experiment=evaluate", f"--restore={straight}", "--d_ff=17"]) == 2
+    assert "w1_DF" in capsys.readouterr().err
+
+
+def test_more_steps_go_on_where_the_schedule_allows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    short = [*(x for x in TINY if "steps" not in x), "--schedule=constant", "--warmup_steps=2", "--eval_every=5"]
+    assert launch.main(["launch.py", *short, "--steps=10", f"--workdir={tmp_path / 'grown'}"]) == 0
+    assert launch.main(["launch.py", *short, "--steps=20", f"--workdir={tmp_path / 'grown'}"]) == 0
+    assert launch.main(["launch.py", *short, "--steps=20", f"--workdir={tmp_path / 'once'}"]) == 0
+    assert rows(tmp_path / "grown") == rows(tmp_path / "once")
+    capsys.readouterr()
+    assert launch.main(["launch.py", *short, "--steps=9", f"--workdir={tmp_path / 'grown'}"]) == 2
+    assert "steps is 20 there, 9 here" in capsys.readouterr().err
+
+
+def test_the_budget_stops_cleanly(tmp_path: Path, capfd: object) -> None:
+    command = ["launch.py", *TINY, f"--workdir={tmp_path / 'w'}"]
+    assert launch.main([*command, "--minutes=0.0001"]) == 0
+    assert "budget" in capfd.readouterr().err
+    assert not (tmp_path / "w" / "results.json").exists()
+    assert launch.main(command) == 0
+    assert (tmp_path / "w" / "results.json").exists()
