@@ -20,7 +20,12 @@ MAX_SEEDS = 1000
 Sections = Callable[[Outcome, dict[str, Any]], list[Section]]
 
 
-def run(settings: Settings, question: Question, default_seeds: int, sections: Sections) -> int:
+def no_sections(outcome: Outcome, results: dict[str, Any]) -> list[Section]:
+    """For a question whose report needs no parts of its own."""
+    return []
+
+
+def run(settings: Settings, question: Question, default_seeds: int, sections: Sections = no_sections) -> int:
     """Ask `question` as `settings` say; the exit code. A finished run reprints its result."""
     from transformer_jax import sharding
 
