@@ -107,31 +107,34 @@ def build(outcome: Outcome) -> dict[str, Any]:
         "config": to_dict(question.arms[0].config),
         "arms": arms,
         "comparisons": comparisons,
-        "verdict": verdict(rows, arms),
+        "verdict": verdict(rows, arms, outcome.seeds),
         "would_change": would_change(rows, arms, outcome),
         "programs_compiled": outcome.programs_compiled,
         "wall_seconds": round(outcome.wall_seconds, 3),
         "tokens_per_second": round(outcome.tokens_per_second, 1),
-        "certificate": dataclasses.asdict(outcome.certificate),
+        "certificate": dataclasses.asdict(outcome.certificate)
+        | {"max_abs_difference": number(outcome.certificate.max_abs_difference)},
         "notes": outcome.notes,
     }
 
 
-def verdict(rows: Sequence[stats.Comparison], arms: Sequence[dict[str, Any]]) -> str:
+def verdict(rows: Sequence[stats.Comparison], arms: Sequence[dict[str, Any]], seeds: int) -> str:
     """The answer in a sentence or two: each comparison with its size, interval and judgement."""
     parts = []
     for row in rows:
         if row.lower is not None and row.difference is not None:
             higher = row.b if row.lower == row.a else row.a
-            low, high = sorted(abs(x) for x in row.ci95) if row.ci95 else (None, None)
-            span = f" (95% interval {low:.3f} to {high:.3f})" if low is not None else ""
+            ends = sorted(abs(x) for x in row.ci95 or ())  # decided: both ends are on one side of 0
+            span = f" (95% interval {ends[0]:.3f} to {ends[1]:.3f})" if ends else ""
             parts.append(f"{row.lower} ends {abs(row.difference):.3f} nats below {higher}{span}")
         else:
-            size = "" if row.difference is None else f" (difference {row.difference:+.3f})"
-            parts.append(f"{row.a} against {row.b}: {row.verdict}{size}")
+            size = [] if row.difference is None else [f"difference {row.difference:+.3f}".replace("-", "−")]
+            judgement, _, reason = row.verdict.partition(": ")
+            inside = ", ".join(part for part in (reason, *size) if part)
+            parts.append(f"{row.a} against {row.b} is {judgement} ({inside})")
     lost = sum(len(arm["diverged"]) for arm in arms)
     if lost:
-        parts.append(f"{lost} runs diverged")
+        parts.append(f"{lost} of {sum(len(arm['learning_rates']) for arm in arms) * seeds} runs diverged")
     return "; ".join(parts) + "." if parts else "No comparisons were asked for."
 
 

@@ -8,6 +8,7 @@ import dataclasses
 import datetime
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -120,7 +121,7 @@ def open_workdir(
     record = {
         "identity": wanted,
         "free": dict(free),
-        "command": " ".join(sys.argv),
+        "command": shlex.join(sys.argv),
         "started": (held or {}).get("started", now()),
         "versions": versions(),
         "commit": commit(),

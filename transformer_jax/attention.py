@@ -5,7 +5,7 @@
     out     = weights . v
 
 Vaswani et al. 2017 §3.2; articles S0 §3, S1 §2.2, S2 §4. The exponent 0.5 divides by
-sqrt(d_k); exponent 0 at temperature d_k**-0.5 is the same program with the same number in it.
+sqrt(d_k); at temperature d_k**-0.5 that is undone, and the scores are those of exponent 0.
 """
 
 import jax

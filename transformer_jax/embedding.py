@@ -38,7 +38,7 @@ def embed(params: Embedding, tokens_BT: jax.Array, positions_BT: jax.Array, conf
     An id outside the vocabulary gives NaN, not another token's row; hosts check before
     (data.check_ids). Raises ConfigError past the learned table.
     """
-    x = jnp.take(params.embed_VD, tokens_BT, axis=0, mode="fill", fill_value=jnp.nan)
+    x = params.embed_VD.at[tokens_BT].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
     if config.scale_embeddings:
         x = x * config.D**0.5
     if config.positions == "sinusoidal":

@@ -110,12 +110,20 @@ def kl_divergence(
 ) -> tuple[jax.Array, jax.Array]:
     """(sum, count) of T^2 KL(p || q) in nats, both softened by `temperature` T.
 
-    logits [..., V]; weights [...]. Summed over classes, never averaged over them. T^2
-    keeps the gradient's size as T grows (Hinton et al. 2015).
+    logits [..., V]; weights [...], where 0 contributes 0 with gradient 0 whatever the logits.
+    Summed over classes, never averaged over them. T^2 keeps the gradient's size as T grows
+    (Hinton et al. 2015).
     """
-    logp = jax.nn.log_softmax(p_logits.astype(jnp.float32) / temperature, axis=-1)
-    logq = jax.nn.log_softmax(q_logits.astype(jnp.float32) / temperature, axis=-1)
+    logp, logq = _log_softmax(p_logits, weights, temperature), _log_softmax(q_logits, weights, temperature)
     return _weighted(_kl(logp, logq), weights, temperature)
+
+
+def _log_softmax(logits: jax.Array, weights: jax.Array | None, temperature: ArrayLike) -> jax.Array:
+    logits = logits.astype(jnp.float32) / temperature
+    if weights is not None:
+        # Dead positions are given harmless inputs: their NaN reaches neither value nor gradient.
+        logits = jnp.where(weights[..., None] > 0, logits, 0.0)
+    return jax.nn.log_softmax(logits, axis=-1)
 
 
 def _kl(logp: jax.Array, logq: jax.Array) -> jax.Array:
@@ -154,7 +162,8 @@ def distillation(
         return kl_divergence(student_logits, teacher_logits, weights, temperature)
     if direction != "jensen_shannon":
         raise unknown("direction", direction, DISTILLATIONS)
-    logp = jax.nn.log_softmax(student_logits.astype(jnp.float32) / temperature, axis=-1)
-    logq = jax.nn.log_softmax(teacher_logits.astype(jnp.float32) / temperature, axis=-1)
-    logm = jnp.logaddexp(logp, logq) - np.log(2.0)
+    logp, logq = _log_softmax(student_logits, weights, temperature), _log_softmax(teacher_logits, weights, temperature)
+    # A class that neither gives mass: the gradient of logaddexp(-inf, -inf) would be NaN.
+    neither = jnp.isneginf(logp) & jnp.isneginf(logq)
+    logm = jnp.logaddexp(jnp.where(neither, 0.0, logp), jnp.where(neither, 0.0, logq)) - np.log(2.0)
     return _weighted(0.5 * (_kl(logp, logm) + _kl(logq, logm)), weights, temperature)

@@ -194,6 +194,9 @@ class Mask:
 
     def dense(self, T: int, S: int) -> jax.Array:
         """The whole mask as booleans [B or 1, N or 1, T, S]. Raises ConfigError where a part has another size."""
+        for side, table, slots in (("query", self.q_positions_BT, T), ("key", self.k_positions_BS, S)):
+            if table is not None and table.shape[1] != slots:
+                raise ConfigError(f"{side} positions of {table.shape[1]} slots in an attention of {(T, S)}")
         for part in self.parts:
             held = getattr(part, "shape", (1, 1))
             if held[0] not in (1, T) or held[1] not in (1, S):
@@ -204,7 +207,8 @@ class Mask:
         """How many (query, key) pairs it allows, summed over its batch and heads, `rows` queries at a time."""
         starts = range(0, T, rows)
         keys = jnp.arange(S)
-        return sum(int(np.sum(self.block(jnp.arange(i, min(i + rows, T)), keys), dtype=np.int64)) for i in starts)
+        blocks = (self.block(jnp.arange(i, min(i + rows, T)), keys) for i in starts)
+        return sum(int(np.count_nonzero(np.asarray(block))) for block in blocks)
 
 
 def _positive(name: str, value: ArrayLike, low: int) -> ArrayLike:

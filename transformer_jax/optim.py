@@ -36,8 +36,9 @@ def schedule_shape(config: Config, step: jax.Array) -> jax.Array:
     elif config.schedule == "inverse_sqrt":
         after = jax.lax.rsqrt(jnp.maximum(step.astype(jnp.float32) + 1.0, w) / max(w, 1.0))
     elif config.schedule == "cosine":
-        progress = jnp.maximum(k - w + 1.0, 0.0) / (config.steps - w + 1.0)
-        after = 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
+        # As a squared sine of what is left: 1 + cos near pi cancels to 0 in float32.
+        left = jnp.minimum((config.steps - k) / (config.steps - w + 1.0), 1.0)
+        after = jnp.square(jnp.sin(0.5 * jnp.pi * left))
     else:
         left = config.steps - k
         after = jnp.minimum(left / (config.decay + 1.0), 1.0)

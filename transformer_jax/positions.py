@@ -42,9 +42,9 @@ def init_learned(key: jax.Array, P: int, D: int) -> jax.Array:
 def learned(position_PD: jax.Array, positions_BT: jax.Array) -> jax.Array:
     """Rows of the table: [B or 1, T, D]. A length past the table is refused at trace time.
 
-    Positions themselves are traced: those past P give NaN, never a neighbour's row.
+    Positions themselves are traced: those past P or below 0 give NaN, never another's row.
     """
     P, T = position_PD.shape[-2], positions_BT.shape[-1]
     if T > P:
         raise ConfigError(f"a sequence of {T} is past the position table of {P} (max_positions)")
-    return jnp.take(position_PD, positions_BT, axis=0, mode="fill", fill_value=jnp.nan)
+    return position_PD.at[positions_BT].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)

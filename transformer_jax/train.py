@@ -32,9 +32,9 @@ class TrainState:
 
 
 def init_state(config: Config, hyper: Hyper, key: jax.Array) -> TrainState:
-    """Fresh parameters and moments from the run's key."""
+    """Fresh parameters and moments from the run's key (copied: donating the state leaves the caller's key)."""
     params = init_transformer(keys.named(key, "init"), config)
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer(config, hyper).init(params), key)
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer(config, hyper).init(params), jax.random.clone(key))
 
 
 def batch_key(key: jax.Array, step: jax.Array) -> jax.Array:
@@ -109,7 +109,8 @@ def train_step(
     constrain: Constrain = lambda x, letters: x,
 ) -> tuple[TrainState, Metrics]:
     """One update. Metrics, float32 scalars: loss and objective (nats per token), accuracy,
-    grad_norm (before clipping), learning_rate (the one applied), tokens (counted).
+    grad_norm (before clipping), learning_rate (the one applied), tokens (counted); where the
+    term is on, z_loss (its part of the objective).
 
     A non-finite gradient is applied as it is: a diverged run shows it in its loss.
     """
@@ -128,6 +129,8 @@ def train_step(
         "learning_rate": learning_rate(config, hyper, state.step),
         "tokens": sums.count,
     }
+    if config.has("z_loss"):
+        metrics["z_loss"] = sums.z / jnp.maximum(sums.count, 1e-9)
     return TrainState(state.step + 1, params, opt_state, state.key), metrics
 
 
