@@ -18,7 +18,8 @@ from transformer_jax import sharding
 from transformer_jax.batch import Batch
 from transformer_jax.config import Config, Hyper
 from transformer_jax.data import Task
-from transformer_jax.train import TrainState, batch_key, evaluate, init_state, train_step
+from transformer_jax.losses import Sums
+from transformer_jax.train import TrainState, batch_key, eval_step, init_state, train_step
 
 # What a question measures on a run between chunks: (config, hyper, params, batch) -> arrays.
 Observe = Callable[[Config, Hyper, Any, Batch], dict[str, jax.Array]]
@@ -78,10 +79,22 @@ def measure(
 ) -> dict[str, jax.Array]:
     """Validation losses on both splits (all batches if `final`, else `quick`) and what the question observes."""
     out = dict(observe(config, hyper, state.params, task.eval_batch(data, "selection", jnp.zeros((), jnp.int32))))
-    for split, total in task.eval_batches.items():
-        count = jnp.where(final, total, min(quick, total))
-        sums = evaluate(config, state.params, hyper, lambda i, s=split: task.eval_batch(data, s, i), count)
-        out[f"{split}_loss"], out[f"{split}_accuracy"] = sums.loss, sums.accuracy
+    # One loop over the batches of both splits: the forward pass is compiled once.
+    splits = list(task.eval_batches)
+    counts = [jnp.where(final, total, min(quick, total)) for total in task.eval_batches.values()]
+
+    def add(i: jax.Array, sums: Sums) -> Sums:
+        which = (i >= counts[0]).astype(jnp.int32)
+        branches = [lambda j, s=split: task.eval_batch(data, s, j) for split in splits]
+        batch = jax.lax.switch(which, branches, i - which * counts[0])
+        return jax.tree.map(
+            lambda total, x: total.at[which].add(x), sums, eval_step(config, state.params, hyper, batch)
+        )
+
+    zero = jax.tree.map(lambda x: jnp.zeros((len(splits),)), Sums.zero())
+    sums = jax.lax.fori_loop(0, counts[0] + counts[1], add, zero)
+    for i, split in enumerate(splits):
+        out[f"{split}_loss"], out[f"{split}_accuracy"] = sums.loss[i], sums.accuracy[i]
     return out
 
 
@@ -90,7 +103,7 @@ def build(
     task: Task,
     observe: Observe,
     chunk: int,
-    quick: int = 8,
+    quick: int = 4,
     devices: int = 0,
     one_by_one: bool | None = None,
 ) -> Program:
