@@ -255,7 +255,8 @@ class _GroupJob:
         r = len(self.group.runs) // 2
         run, steps = self.group.runs[r], min(CERTIFIED_STEPS, self.group.config.steps)
         hyper = hyper_of(self.question.arms, run)
-        return programs.certify(self.group.config, self.task, hyper, run.seed, self.now.record["loss"][r], steps)
+        losses, mesh = self.now.record["loss"][r], self.program.mesh
+        return programs.certify(self.group.config, self.task, hyper, run.seed, losses, steps, mesh)
 
 
 def plan(question: Question, seeds: int) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """One place for the numerics policy: half-precision products accumulate in float32."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -8,12 +10,30 @@ HALF = (jnp.bfloat16, jnp.float16)
 
 def product(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
     """einsum of x with w cast to x's type; accumulated in float32, returned in x's type."""
-    w = w.astype(x.dtype)
-    if x.dtype not in HALF:
-        return jnp.einsum(spec, x, w)
-    return jnp.einsum(spec, x, w, preferred_element_type=jnp.float32).astype(x.dtype)
+    return product_f32(spec, x, w).astype(x.dtype) if x.dtype in HALF else _contract(spec, x, w, None)
 
 
 def product_f32(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
     """As `product`, but the float32 sums are returned: for scores and logits."""
-    return jnp.einsum(spec, x, w.astype(x.dtype), preferred_element_type=jnp.float32)
+    return _contract(spec, x, w.astype(x.dtype), jnp.float32)
+
+
+def _contract(spec: str, x: jax.Array, w: jax.Array, into: jnp.dtype | None) -> jax.Array:
+    """The einsum; a product of rows with a weight is done as one product of two matrices.
+
+    "btd,df->btf" as an einsum keeps b and t apart, and XLA's CPU backend then takes a slower
+    way in the backward pass: 1.5 ms against 1.1 for a feed-forward layer of D64 F256 on 512
+    rows, forward and backward, one core.
+    """
+    w = w.astype(x.dtype)
+    (left, right), out = spec.split("->")[0].split(","), spec.split("->")[1]
+    shared = "".join(c for c in left if c in right)
+    rows, columns = left.removesuffix(shared), right.replace(shared, "")
+    plain = left.endswith(shared) and shared in right and out == rows + columns
+    if not plain or not (right.startswith(shared) or right.endswith(shared)):
+        return jnp.einsum(spec, x, w, preferred_element_type=into)
+    sizes = dict(zip(left + right, x.shape + w.shape, strict=True))
+    inner = math.prod(sizes[c] for c in shared)
+    w = w.reshape(inner, -1) if right.startswith(shared) else w.reshape(-1, inner).T
+    made = jnp.matmul(x.reshape(-1, inner), w, preferred_element_type=into)
+    return made.reshape(*(sizes[c] for c in rows + columns))

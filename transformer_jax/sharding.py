@@ -30,11 +30,16 @@ def runs_mesh(devices: int = 0) -> jax.sharding.Mesh:
 
 
 def over_runs(
-    f: Callable[..., Any], mesh: jax.sharding.Mesh, shared: int, one_by_one: bool | None = None
+    f: Callable[..., Any],
+    mesh: jax.sharding.Mesh,
+    shared: int,
+    *,
+    one_by_one: bool | None = None,
+    donate: bool = True,
 ) -> Callable[..., Any]:
     """f mapped over a leading runs axis R of its arguments, R spread over the mesh; jitted.
 
-    The last `shared` arguments are the same for all runs. The first argument is donated.
+    The last `shared` arguments are the same for all runs. donate: the first argument is.
     Inside a device the runs are taken one by one (lax.map) or together (vmap); None: one by
     one on CPU, where a core has no use for batched small products, together on accelerators. R must be a multiple of
     the mesh's size. No run sees another: the program has no collective.
@@ -52,7 +57,7 @@ def over_runs(
         specs = (PartitionSpec(RUNS),) * (len(args) - shared) + (PartitionSpec(),) * shared
         return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(RUNS), check_vma=False)(*args)
 
-    return jax.jit(spread, donate_argnums=0)
+    return jax.jit(spread, donate_argnums=0 if donate else ())
 
 
 def place_runs(tree: Any, mesh: jax.sharding.Mesh) -> Any:
