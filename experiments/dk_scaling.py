@@ -36,7 +36,7 @@ FLAGS = ask.FLAGS
 SEEDS = 6
 EXPONENTS = {"off": 0.0, "on": 0.5, "twice": 1.0}
 WIDTHS = (16, 64)
-RATES = (1e-3, 3e-3, 1e-2)
+RATES = (1.5e-3, 4.5e-3, 1.35e-2)
 BASE = Config(
     d_model=64,
     num_heads=1,
@@ -62,7 +62,7 @@ def question(settings: Settings) -> Question:
     exponents = {_exponent_name(x): x for x in extra.pop("dk_exponent", EXPONENTS.values())}
     rates = extra.pop("learning_rate", RATES)
     arms = [
-        Arm(f"d_k={width} {name}", config.replace(head_dim=width), hyper.replace(dk_exponent=exponent))
+        Arm(f"d_k={width} {name}", config.replace(head_dim=width), dataclasses.replace(hyper, dk_exponent=exponent))
         for width in widths
         for name, exponent in exponents.items()
     ]

@@ -119,9 +119,9 @@ def parse(argv: Sequence[str], uses: dict[str, Sequence[str]]) -> tuple[Settings
     if left:
         raise UserError(f"{left[0]!r} is not a flag: write --name=value")
     given = frozenset(name for name in values if values[name].present)
-    settings = {}
+    settings: dict[str, Any] = {}
     for name, (kind, _, _, least) in RUN_FLAGS.items():
-        value = values[name].value
+        value: Any = values[name].value
         if kind in ("int", "float") and value < least:
             raise UserError(f"--{name}={value} is out of range: at least {least:g}")
         settings[name] = value
@@ -136,7 +136,7 @@ def parse(argv: Sequence[str], uses: dict[str, Sequence[str]]) -> tuple[Settings
             value = tuple(sorted(value, key=list(TERMS).index)) if _known_terms(name, value) else value
             check_value("the flag", field, value)
             overrides[name] = value
-    experiment = values["experiment"].value
+    experiment = str(values["experiment"].value or "")
     if experiment and experiment not in uses:
         from transformer_jax.errors import unknown
 

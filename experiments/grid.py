@@ -85,7 +85,7 @@ def changed(config: Config, hyper: Hyper, values: Mapping[str, Any]) -> tuple[Co
         if name not in CONFIG_FIELDS | HYPER_FIELDS:
             raise unknown("field", name, CONFIG_FIELDS | HYPER_FIELDS)
     config = config.replace(**{k: v for k, v in values.items() if k in CONFIG_FIELDS})
-    return config, hyper.replace(**{k: v for k, v in values.items() if k in HYPER_FIELDS})
+    return config, dataclasses.replace(hyper, **{k: v for k, v in values.items() if k in HYPER_FIELDS})
 
 
 def cross(arms: Sequence[Arm], extra: Mapping[str, Sequence[Any]]) -> tuple[Arm, ...]:
@@ -120,4 +120,4 @@ def group_runs(arms: Sequence[Arm], learning_rates: Sequence[float], seeds: Sequ
 
 def hyper_of(arms: Sequence[Arm], run: Run) -> Hyper:
     """The numbers of a run: its arm's, at its learning rate."""
-    return arms[run.arm].hyper.replace(learning_rate=run.learning_rate)
+    return dataclasses.replace(arms[run.arm].hyper, learning_rate=run.learning_rate)

@@ -3,6 +3,7 @@
 import signal
 import time
 from types import FrameType
+from typing import Any
 
 
 class Stopper:
@@ -17,7 +18,7 @@ class Stopper:
         self._deadline = time.monotonic() + 60.0 * minutes if minutes > 0 else None
         self._minutes = minutes
         self._signal = 0
-        self._previous: dict[int, object] = {}
+        self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "Stopper":
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -23,7 +23,7 @@ DASHES = ("-", (0, (5, 2)), (0, (1.2, 1.6)), (0, (6, 2, 1.2, 2)), (0, (3, 1.2, 1
 WIDTH = 5.6  # inches: 9-point text is then legible on a phone, where the picture is 360 CSS pixels wide
 DPI = 230
 LEGEND_CHARACTERS = 66  # of 9-point text that surely fit side by side in WIDTH
-STYLE = {
+STYLE: Any = {
     "font.size": 9,
     "axes.labelsize": 9,
     "legend.fontsize": 9,
@@ -62,7 +62,8 @@ def _figure(path: Path, height: float) -> Iterator[Any]:
 
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained", facecolor="white")
-        figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08)
+        engine: Any = figure.get_layout_engine()
+        engine.set(w_pad=0.08, h_pad=0.08)
         canvas = FigureCanvasAgg(figure)
         yield figure
         canvas.draw()

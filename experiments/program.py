@@ -45,6 +45,11 @@ class Program:
     empty: Callable[[Hyper, jax.Array], Any]
 
 
+def keyless(state: TrainState) -> TrainState:
+    """The state without its key, which runs of a group are given anew: typed keys need not be stacked or saved."""
+    return dataclasses.replace(state, key=None)
+
+
 def take_steps(
     config: Config,
     task: Task,
@@ -118,15 +123,15 @@ def build(
         state: TrainState, hyper: Hyper, key: jax.Array, start: jax.Array, stop: jax.Array, final: jax.Array, data: Any
     ) -> tuple[TrainState, tuple[dict, dict]]:
         def fresh() -> TrainState:
-            return init_state(config, hyper, key).replace(key=None)
+            return keyless(init_state(config, hyper, key))
 
-        state = jax.lax.cond(start == 0, fresh, lambda: state).replace(key=key)
+        state = dataclasses.replace(jax.lax.cond(start == 0, fresh, lambda: state), key=key)
         state, record = take_steps(config, task, state, hyper, stop, chunk, data)
         measured = measure(config, task, observe, state, hyper, final, quick, data)
-        return state.replace(key=None), (record, measured)
+        return keyless(state), (record, measured)
 
     def empty(hyper: Hyper, key: jax.Array) -> Any:
-        shapes = jax.eval_shape(lambda h, k: init_state(config, h, k).replace(key=None), hyper, key)
+        shapes = jax.eval_shape(lambda h, k: keyless(init_state(config, h, k)), hyper, key)
         return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
 
     return Program(sharding.over_runs(one, mesh, shared=4, one_by_one=one_by_one), mesh, chunk, empty)

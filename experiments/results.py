@@ -51,7 +51,7 @@ def arm_result(outcome: Outcome, i: int) -> dict[str, Any]:
     return {
         "name": arm.name,
         "config": to_dict(arm.config),
-        "hyper": to_dict(arm.hyper.replace(learning_rate=best.value)),
+        "hyper": to_dict(dataclasses.replace(arm.hyper, learning_rate=best.value)),
         "best_learning_rate": best.value,
         "warning": best.warning if len(runs) > 1 else None,
         "metrics": metrics,

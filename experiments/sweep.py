@@ -155,7 +155,14 @@ class _GroupJob:
         self.hypers, self.keys = sharding.place_runs((hypers, keys), mesh)
         self.data = sharding.place_shared(self.task.data, mesh)
         self.R = len(runs)
-        self.now: _Progress | None = None
+        self._now: _Progress | None = None
+
+    @property
+    def now(self) -> _Progress:
+        """Where the group is; only after `train`."""
+        if self._now is None:
+            raise RuntimeError("the group has not been trained")
+        return self._now
 
     @property
     def compiled(self) -> int:
@@ -194,11 +201,11 @@ class _GroupJob:
         """Advance to the last step; False if stopped before. Saved in both cases."""
         config, runs = self.group.config, len(self.group.runs)
         tokens_a_step = runs * config.batch_size * config.seq_len
-        self.now = self._restore()
-        with checkpoint.Saver(self.folder, keep=2, resumed=self.now.step if self.now else None) as saver:
-            saved = self.now.step if self.now else -1
+        self._now = self._restore()
+        with checkpoint.Saver(self.folder, keep=2, resumed=self._now.step if self._now else None) as saver:
+            saved = self._now.step if self._now else -1
             last_save = time.monotonic()
-            while self.now is None or self.now.step < config.steps:
+            while self._now is None or self._now.step < config.steps:
                 self._advance()
                 step = self.now.step
                 loss = self.now.record["loss"][:runs, -1] if step else self.now.record["selection_loss"][:runs, -1]
@@ -221,12 +228,12 @@ class _GroupJob:
     def _advance(self) -> None:
         """One call of the program: the measurement before training, or a chunk of steps."""
         config = self.group.config
-        if self.now is None:
+        if self._now is None:
             states = sharding.place_runs(self._empty_states(), self.program.mesh)
             states, (_, measured) = self._call(states, 0, 0)
             record = {name: np.zeros((self.R, 0), np.float32) for name in programs.RECORDED}
             record |= {name: np.asarray(x)[:, None] for name, x in measured.items()}
-            self.now = _Progress(states, record, [0])
+            self._now = _Progress(states, record, [0])
             return
         start = self.now.step
         stop = min(start + self.chunk, config.steps)
@@ -236,7 +243,7 @@ class _GroupJob:
             record[name] = np.concatenate([record[name], np.asarray(x)[:, : stop - start]], axis=1)
         for name, x in measured.items():
             record[name] = np.concatenate([record[name], np.asarray(x)[:, None]], axis=1)
-        self.now = _Progress(states, record, [*self.now.marks, stop])
+        self._now = _Progress(states, record, [*self.now.marks, stop])
 
     def _save(self, saver: checkpoint.Saver) -> None:
         meta = {"marks": self.now.marks, "runs": [dataclasses.asdict(run) for run in self.group.runs]}

@@ -8,6 +8,8 @@ Vaswani et al. 2017 §3.2; articles S0 §3, S1 §2.2, S2 §4. The exponent 0.5 d
 sqrt(d_k); at temperature d_k**-0.5 that is undone, and the scores are those of exponent 0.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from einops import rearrange
@@ -196,7 +198,7 @@ def attention(
         "score_dtype": config.score_dtype,
     }
     rate = hyper.attention_dropout_rate if config.has("attention_dropout") else None
-    out = attend(q, k, v, mask, dropout_rate=rate, key=key, weights=trace, **numbers)
+    out: Any = attend(q, k, v, mask, dropout_rate=rate, key=key, weights=trace, **numbers)
     seen = None
     if trace:
         out, weights = out

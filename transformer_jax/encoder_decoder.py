@@ -177,6 +177,7 @@ def _apply_layer(
         return out
 
     def cross_attention(y: jax.Array) -> jax.Array:
+        assert layer.cross is not None and memory is not None and memory_mask is not None
         out, traces["cross"] = attention(
             layer.cross, y, memory, memory_mask, config, hyper, key=part("cross"), trace=trace
         )
@@ -184,7 +185,7 @@ def _apply_layer(
 
     with jax.named_scope("self_attention"):
         x = _residual(x, self_attention, layer.attention_norms, config, hyper, part("attention"))
-    if layer.cross is not None:
+    if layer.cross is not None and layer.cross_norms is not None:
         with jax.named_scope("cross_attention"):
             x = _residual(x, cross_attention, layer.cross_norms, config, hyper, part("cross"))
     with jax.named_scope("ffn"):
@@ -274,6 +275,7 @@ def encode(
 ) -> tuple[jax.Array, Trace | None]:
     """Bidirectional encoder: ids [B, S] -> [B, S, D]; padding and other segments are hidden."""
     x = _embed(params, config, hyper, tokens_BS, positions_BS, key, constrain)
+    assert params.encoder is not None
     x, traces = apply_stack(
         params.encoder,
         x,
@@ -349,6 +351,7 @@ def forward(
     else:
         stack, mask = params.decoder, decoder_mask(config, hyper, batch)
     x = _embed(params, config, hyper, batch.tokens_BT, batch.positions_BT, part("decoder"), constrain)
+    assert stack is not None
     x, (self_trace, cross_trace) = apply_stack(
         stack,
         x,

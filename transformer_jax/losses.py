@@ -74,12 +74,13 @@ def cross_entropy(
     valid = (targets >= 0) & (targets < V)
     picked = jnp.take_along_axis(logits, jnp.clip(targets, 0, V - 1)[..., None], axis=-1)[..., 0]
     nats = jnp.where(valid, log_z - picked, jnp.nan)
-    objective = nats
+    objective: jax.Array = nats
     if label_smoothing is not None:
         finite = jnp.isfinite(logits)
         mean = jnp.sum(jnp.where(finite, logits, 0.0), axis=-1) / jnp.sum(finite, axis=-1)
-        objective = (1.0 - label_smoothing) * nats + label_smoothing * (log_z - mean)
-    z = jnp.zeros_like(nats) if z_loss is None else z_loss * jnp.square(log_z)
+        smoothing = jnp.asarray(label_smoothing)
+        objective = (1.0 - smoothing) * nats + smoothing * (log_z - mean)
+    z = jnp.zeros_like(nats) if z_loss is None else jnp.asarray(z_loss) * jnp.square(log_z)
 
     def total(x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(counted, x * weights, 0.0))

@@ -15,6 +15,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
@@ -124,7 +125,7 @@ class Dense:
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.allowed.shape[2:]
+        return self.allowed.shape[2], self.allowed.shape[3]
 
     def allows(self, block: Block) -> jax.Array:
         rows, keys = self.allowed.shape[2:]

@@ -89,5 +89,5 @@ def optimizer(config: Config, hyper: Hyper) -> optax.GradientTransformation:
         rules.append(optax.add_decayed_weights(hyper.weight_decay, mask=decays))
     if config.optimizer == "momentum":
         rules.append(optax.trace(decay=hyper.momentum))
-    rules.append(optax.scale_by_schedule(lambda step: -learning_rate(config, hyper, step)))
+    rules.append(optax.scale_by_schedule(lambda step: -learning_rate(config, hyper, jnp.asarray(step))))
     return optax.chain(*rules)

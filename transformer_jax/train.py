@@ -1,7 +1,7 @@
 """A run as a pure function: init_state, train_step, eval_step, run. No mesh, no files, no flags."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,8 @@ class TrainState:
 def init_state(config: Config, hyper: Hyper, key: jax.Array) -> TrainState:
     """Fresh parameters and moments from the run's key (copied: donating the state leaves the caller's key)."""
     params = init_transformer(keys.named(key, "init"), config)
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer(config, hyper).init(params), jax.random.clone(key))
+    rule: Any = optimizer(config, hyper)
+    return TrainState(jnp.zeros((), jnp.int32), params, rule.init(params), jax.random.clone(key))
 
 
 def batch_key(key: jax.Array, step: jax.Array) -> jax.Array:
@@ -119,8 +120,9 @@ def train_step(
     norm = global_norm(grads)
     if config.has("clip"):
         grads = clip(grads, norm, jnp.asarray(hyper.clip_norm, jnp.float32))
-    updates, opt_state = optimizer(config, hyper).update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
+    rule: Any = optimizer(config, hyper)
+    updates, opt_state = rule.update(grads, state.opt_state, state.params)
+    params: Any = optax.apply_updates(cast(Any, state.params), updates)
     metrics = {
         "loss": sums.loss,
         "objective": sums.objective / jnp.maximum(sums.count, 1e-9),
