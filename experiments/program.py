@@ -82,24 +82,33 @@ def measure(
     quick: int,
     data: Any,
 ) -> dict[str, jax.Array]:
-    """Validation losses on both splits (all batches if `final`, else `quick`) and what the question observes."""
+    """What the question observes, and on both splits loss, accuracy and curve.
+
+    curve: the loss on about `quick` batches spread over the split, the same ones each time,
+    so that it can be drawn over steps. loss, accuracy: on all batches if `final`, else on those.
+    """
     out = dict(observe(config, hyper, state.params, task.eval_batch(data, "selection", jnp.zeros((), jnp.int32))))
     # One loop over the batches of both splits: the forward pass is compiled once.
-    splits = list(task.eval_batches)
-    counts = [jnp.where(final, total, min(quick, total)) for total in task.eval_batches.values()]
+    splits, totals = list(task.eval_batches), np.asarray(list(task.eval_batches.values()))
+    sparse = jnp.asarray(np.maximum(1, totals // quick))
+    stride = jnp.where(final, 1, sparse)
+    counts = -(-totals // stride)
 
-    def add(i: jax.Array, sums: Sums) -> Sums:
+    def add(i: jax.Array, carry: tuple[Sums, Sums]) -> tuple[Sums, Sums]:
         which = (i >= counts[0]).astype(jnp.int32)
+        index = (i - which * counts[0]) * stride[which]
         branches = [lambda j, s=split: task.eval_batch(data, s, j) for split in splits]
-        batch = jax.lax.switch(which, branches, i - which * counts[0])
-        return jax.tree.map(
-            lambda total, x: total.at[which].add(x), sums, eval_step(config, state.params, hyper, batch)
-        )
+        sums = eval_step(config, state.params, hyper, jax.lax.switch(which, branches, index))
+        on_curve = (index % sparse[which] == 0).astype(jnp.float32)
+        every, curve = carry
+        every = jax.tree.map(lambda total, x: total.at[which].add(x), every, sums)
+        return every, jax.tree.map(lambda total, x: total.at[which].add(on_curve * x), curve, sums)
 
     zero = jax.tree.map(lambda x: jnp.zeros((len(splits),)), Sums.zero())
-    sums = jax.lax.fori_loop(0, counts[0] + counts[1], add, zero)
+    every, curve = jax.lax.fori_loop(0, counts[0] + counts[1], add, (zero, zero))
     for i, split in enumerate(splits):
-        out[f"{split}_loss"], out[f"{split}_accuracy"] = sums.loss[i], sums.accuracy[i]
+        out[f"{split}_loss"], out[f"{split}_accuracy"] = every.loss[i], every.accuracy[i]
+        out[f"{split}_curve"] = curve.loss[i]
     return out
 
 
@@ -114,8 +123,8 @@ def build(
 ) -> Program:
     """The program of a group; it compiles at its first call, once for a number of runs.
 
-    chunk: most steps of a call. quick: evaluation batches of a split between chunks. devices,
-    one_by_one: how the runs are laid out (see sharding.over_runs); the numbers do not change.
+    chunk: most steps of a call. quick: about how many evaluation batches of a split
+    make its curve. devices, one_by_one: how the runs are laid out (see sharding.over_runs); the numbers do not change.
     """
     mesh = sharding.runs_mesh(devices)
 

@@ -188,10 +188,10 @@ def metrics_rows(outcome: Outcome, every: int = 10) -> list[dict[str, Any]]:
 
 
 def mean_curves(outcome: Outcome, i: int, rate: float) -> dict[str, np.ndarray]:
-    """For plots: the arm's validation loss at the marks, mean, low, high over seeds (finite ones)."""
+    """For plots: the loss on the same validation batches at each mark; mean, low, high over finite seeds."""
     runs = outcome.of(i, rate)
     marks = np.asarray(runs[0].marks)
-    values = np.stack([run.measured[outcome.question.primary] for run in runs])
+    values = np.stack([run.measured["report_curve"] for run in runs])
     bands = [stats.mean_interval([number(x) for x in values[:, m]]) for m in range(len(marks))]
     table = np.array([[np.nan if x is None else x for x in band] for band in bands])
     loss = np.stack([run.loss for run in runs])

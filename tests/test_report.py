@@ -33,7 +33,7 @@ def run_of(final: float, seed: int, diverges: int | None) -> RunResult:
     rng = np.random.default_rng(seed)
     loss = final + 3 * np.exp(-np.arange(STEPS) / 10) + rng.normal(0, 0.01, STEPS)
     at = final + 3 * np.exp(-np.array(MARKS) / 10) + rng.normal(0, 0.01)
-    names = ("report_loss", "selection_loss", "report_accuracy")
+    names = ("report_loss", "selection_loss", "report_accuracy", "report_curve")
     measured = {name: at.copy() for name in names} | {"entropy": np.ones((len(MARKS), 2))}
     if diverges is not None:
         loss[diverges:] = np.nan
