@@ -30,7 +30,6 @@ RATES = {"dropout_rate": 0.2, "attention_dropout_rate": 0.1, "activation_dropout
 STILL = Hyper(learning_rate=0.01, label_smoothing=0.1, z_loss=1e-3, clip_norm=0.7)  # no randomness
 LOUD = STILL.replace(**RATES)
 LENGTHS = [5, 2, 3]
-
 # Compiling is most of this file's time.
 jit = functools.partial(
     jax.jit, compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -293,8 +292,7 @@ print([go(jax.random.key(seed)).tobytes().hex() for seed in (0, 1)])
 
 
 def test_e6_processes_agree_whatever_the_hash_seed() -> None:
-    root = Path(__file__).parents[1]
-    command = {"cwd": root, "stdout": subprocess.PIPE, "text": True}
+    command = {"cwd": Path(__file__).parents[1], "stdout": subprocess.PIPE, "text": True}
     processes = [
         subprocess.Popen([sys.executable, "-c", FIVE_STEPS], env={**os.environ, "PYTHONHASHSEED": seed}, **command)
         for seed in ("1", "2")
@@ -334,8 +332,7 @@ def test_k2_one_trace_over_twenty_steps_and_stable_types() -> None:
     def types(tree: object) -> list:
         return [(x.shape, x.dtype, getattr(x, "weak_type", False)) for x in jax.tree.leaves(tree)]
 
-    state = fresh()
-    first = types(state)
+    first = types(state := fresh())
     assert not any(weak for _, _, weak in first)
     for k in range(20):
         batch = rows(seed=k, lengths=LENGTHS)
@@ -360,7 +357,7 @@ def test_k4_a_donated_state_leaves_the_caller_s_key_and_earlier_evaluations() ->
 
 
 def test_runs_side_by_side_equal_runs_alone() -> None:
-    hypers = [LOUD, LOUD.replace(learning_rate=0.1, dropout_rate=0.0, clip_norm=0.0), STILL.replace(dk_exponent=0.0)]
+    hypers = [LOUD, LOUD.replace(learning_rate=0.1, dropout_rate=0.0, clip_norm=0.0), STILL.replace(learning_rate=0.0)]
     config = with_terms(small(schedule="cosine"), hypers)
     seeds = jax.vmap(jax.random.key)(jnp.array([0, 1, 1]))
     go = jit(lambda hyper, key: run(config, hyper, key, draw, steps=5))
@@ -372,7 +369,7 @@ def test_runs_side_by_side_equal_runs_alone() -> None:
         state, alone = go(hyper, seeds[i])
         close(jax.tree.map(lambda x, i=i: x[i], metrics), alone, 1e-5)
         close(jax.tree.map(lambda x, i=i: x[i], states.params), state.params, 1e-5)
-    assert len({float(x) for x in metrics["loss"][:, -1]}) == 3
+    assert len({float(x) for x in metrics["loss"][2]}) == 5  # at rate 0: each step has a batch of its own
     np.testing.assert_allclose(metrics["learning_rate"][1] / metrics["learning_rate"][0], 10, rtol=1e-5)
 
 
