@@ -4,8 +4,7 @@
     make bench BENCH=sweep ARGS="--rounds 5"
 
 36 runs (12 arms x 3 seeds) of D64 N4 L2 T64 B16 on real text; the layouts take turns, so
-that a change of the machine's speed meets them all. Beside them, the speed of the layer's
-product on one device: only ratios within one run mean anything.
+that a change of the machine's speed meets them all: only ratios within one run mean anything.
 """
 
 import argparse
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import program
-from experiments.cost import product_speed, train_flops
+from experiments.cost import train_flops
 from transformer_jax import sharding
 from transformer_jax.config import Config, Hyper
 from transformer_jax.data import make_task, resolve
@@ -45,38 +44,33 @@ def main() -> None:
             layouts[f"{name}, {devices} devices"] = program.build(
                 config, task, program.nothing_observed, STEPS, devices=devices, one_by_one=one_by_one
             )
-    states, compile_seconds, times = {}, {}, {name: [] for name in layouts}
+    states, placed, compile_seconds, times = {}, {}, {}, {name: [] for name in layouts}
     for name, made in layouts.items():
         one = made.empty(jax.tree.map(lambda x: x[0], hypers), keys[0])
         state = jax.tree.map(lambda x: np.zeros((len(runs), *x.shape), x.dtype), one)
+        state, placed[name] = sharding.place_runs((state, (hypers, keys)), made.mesh)
         begun = time.perf_counter()
-        states[name] = _call(made, state, hypers, keys, 0, 0, task)
+        states[name] = _call(made, state, placed[name], 0, 0, task)
         compile_seconds[name] = time.perf_counter() - begun
     for r in range(rounds):
         for name, made in layouts.items():
             begun = time.perf_counter()
-            states[name] = _call(made, states[name], hypers, keys, r * STEPS, (r + 1) * STEPS, task)
+            states[name] = _call(made, states[name], placed[name], r * STEPS, (r + 1) * STEPS, task)
             times[name].append(time.perf_counter() - begun)
-    speed = product_speed(config)
-    flops = train_flops(config, count_parameters(config))
     print(f"{len(runs)} runs of {count_parameters(config):,} parameters, {rounds} rounds of {STEPS} steps")
-    print(f"products alone: {1e3 * flops / speed / len(jax.devices()):.1f} ms at {speed / 1e9:.0f} GFLOP/s a device")
+    gflops = train_flops(config, count_parameters(config)) / 1e9
     for name, made in layouts.items():
         ms = 1e3 * np.asarray(times[name]) / len(runs) / STEPS
         compiled = f"compiled {made.call._cache_size()} in {compile_seconds[name]:.1f} s"
-        print(f"{name:24} {np.median(ms):6.2f} ms per arm and step (least {ms.min():.2f})  {compiled}")
+        print(
+            f"{name:24} {np.median(ms):6.2f} ms per arm and step (least {ms.min():.2f}), "
+            f"{gflops / np.median(ms) * 1e3:.0f} GFLOP/s  {compiled}"
+        )
 
 
-def _call(made, state, hypers, keys, start, stop, task):
-    state, rows = made.call(
-        state,
-        hypers,
-        keys,
-        np.int32(start),
-        np.int32(stop),
-        np.bool_(False),
-        sharding.place_shared(task.data, made.mesh),
-    )
+def _call(made, state, placed, start, stop, task):
+    data = sharding.place_shared(task.data, made.mesh)
+    state, rows = made.call(state, *placed, np.int32(start), np.int32(stop), np.bool_(False), data)
     jax.block_until_ready((state, rows))
     return state
 

@@ -1,11 +1,17 @@
-"""What training costs, by count and by this machine's speed: for --plan."""
+"""What training costs, by count and by a step on this machine: for --plan."""
 
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from transformer_jax.config import Config
+from experiments.program import run_key, stack, take_steps
+from transformer_jax import sharding
+from transformer_jax.config import Config, Hyper
+from transformer_jax.data import make_task
+from transformer_jax.train import init_state
 
 
 def train_flops(config: Config, parameters: int) -> float:
@@ -20,12 +26,22 @@ def train_flops(config: Config, parameters: int) -> float:
     return tokens * (6.0 * (parameters - tables) + 12.0 * layers * config.seq_len * config.N * config.H)
 
 
-def product_speed(config: Config) -> float:
-    """FLOP/s of the feed-forward layer's product on one device, forward: a moment's measurement."""
-    x = jnp.ones((config.batch_size * config.seq_len, config.D))
-    w = jnp.ones((config.D, config.F))
-    product = jax.jit(lambda x, w: jax.lax.fori_loop(0, 20, lambda _, y: x + 1e-9 * ((y @ w) @ w.T), x))
-    jax.block_until_ready(product(x, w))
-    start = time.perf_counter()
-    jax.block_until_ready(product(x, w))
-    return 20 * 4.0 * x.shape[0] * config.D * config.F / (time.perf_counter() - start)
+def seconds_per_run_step(config: Config, hyper: Hyper, steps: int = 10) -> float:
+    """Seconds that a run's step takes in a sweep: every device trains a copy for a few steps, as a group does."""
+    task, mesh = make_task(config), sharding.runs_mesh()
+
+    def train(hyper: Hyper, key: jax.Array, stop: jax.Array, data: Any) -> jax.Array:
+        return take_steps(config, task, init_state(config, hyper, key), hyper, stop, steps + 1, data)[1]["loss"]
+
+    program = sharding.over_runs(train, mesh, shared=2, donate=False)
+    runs = sharding.place_runs((stack([hyper] * mesh.size), jnp.stack([run_key(0)] * mesh.size)), mesh)
+    data = sharding.place_shared(task.data, mesh)
+
+    def seconds(stop: int) -> float:
+        begun = time.perf_counter()
+        jax.block_until_ready(program(*runs, np.int32(stop), data))
+        return time.perf_counter() - begun
+
+    seconds(1)  # compiles
+    few, more = (min(seconds(stop) for _ in range(3)) for stop in (1, steps + 1))
+    return max(more - few, 1e-9) / steps / mesh.size

@@ -14,7 +14,7 @@ from experiments.grid import Arm, Group, Run, group_runs, hyper_of
 from experiments.interrupt import Stopper
 from experiments.progress import Bar
 from transformer_jax import checkpoint, sharding
-from transformer_jax.config import Config
+from transformer_jax.config import Config, Hyper
 from transformer_jax.data import Task, make_task
 
 SAVE_SECONDS = 20.0  # between saves, unless --checkpoint_every asks for every chunk
@@ -269,20 +269,22 @@ class _GroupJob:
 def plan(question: Question, seeds: int) -> dict[str, Any]:
     """What the sweep would do, without doing it: groups, runs, parameters, seconds and bytes (estimates).
 
-    Seconds come from the products' count and the speed of one layer's product on this
-    machine, measured here for a moment.
+    Seconds come from timing a few steps of each group on all devices; compilation, evaluation
+    and what the question measures come on top.
     """
     groups = group_runs(question.arms, question.learning_rates, range(seeds))
     return {
         "arms": [arm.name for arm in question.arms],
         "learning_rates": list(question.learning_rates),
         "seeds": seeds,
-        "groups": [_plan_group(group.config, len(group.runs)) for group in groups],
+        "groups": [
+            _plan_group(group.config, question.arms[group.runs[0].arm].hyper, len(group.runs)) for group in groups
+        ],
     }
 
 
-def _plan_group(config: Config, runs: int) -> dict[str, Any]:
-    from experiments.cost import product_speed, train_flops
+def _plan_group(config: Config, hyper: Hyper, runs: int) -> dict[str, Any]:
+    from experiments.cost import seconds_per_run_step, train_flops
     from transformer_jax.encoder_decoder import count_parameters
 
     parameters = count_parameters(config)
@@ -294,6 +296,6 @@ def _plan_group(config: Config, runs: int) -> dict[str, Any]:
         "parameters": parameters,
         "steps": config.steps,
         "flops": flops,
-        "seconds": flops / (product_speed(config) * devices),
+        "seconds": seconds_per_run_step(config, hyper) * config.steps * runs,
         "bytes": 4 * copies * parameters * (runs + devices) + 4 * parameters * devices,
     }

@@ -173,4 +173,4 @@ def print_plan(plan: Mapping[str, Any], console: "Console | None" = None) -> Non
         f"In all {plural(runs, 'run')} in {plural(len(groups), 'program')}: about {duration(time)}, "
         f"and {memory(most)} for weights, gradients and optimiser states at once (groups follow one another).",
     )
-    _say(console, "Times are estimates from this machine's speed at one product. Nothing was run.", "dim")
+    _say(console, "Times are estimates from a few steps on this machine; compiling and measuring come on top.", "dim")

@@ -327,3 +327,9 @@ def test_initial_scale() -> None:
         assert float(np.std(w)) == pytest.approx(fan_in**-0.5, rel=0.03)
     assert not np.array_equal(p.wk_DKH, p.wv_DKH)
     assert all(np.all(b == 0) for b in map(np.asarray, (p.bq_NH, p.bk_KH, p.bv_KH, p.bo_D)))
+
+
+def test_a_bare_array_is_no_mask() -> None:
+    x = jnp.ones((1, 3, 1, 2))
+    with pytest.raises(ConfigError, match=r"masks\.dense"):
+        attend(x, x, x, jnp.ones((3, 3), bool))  # type: ignore[arg-type]

@@ -104,6 +104,8 @@ def attend(
     """
     T, (S, K) = q_BTNH.shape[1], k_BSKH.shape[1:3]
     allowed = None
+    if not isinstance(mask, Mask | None):
+        raise ConfigError(f"a mask of type {type(mask).__name__}: wrap an array with masks.dense()")
     if mask is not None and not mask.is_full:
         allowed = mask.dense(T, S)
         if mask.hides_keys:
