@@ -37,6 +37,8 @@ SEEDS = 6
 EXPONENTS = {"off": 0.0, "on": 0.5, "twice": 1.0}
 WIDTHS = (16, 64)
 RATES = (1.5e-3, 4.5e-3, 1.35e-2)
+# One range for Adam and SGD, whose best rates lie a factor of 30 and more apart.
+FULL_RATES = (1.5e-3, 4.5e-3, 1.35e-2, 4e-2, 0.12, 0.36)
 BASE = Config(
     d_model=64,
     num_heads=1,
@@ -60,7 +62,7 @@ def question(settings: Settings) -> Question:
     extra = grid.parse_sweep(settings.sweep)
     widths = extra.pop("head_dim", (*WIDTHS, 256) if full else WIDTHS)
     exponents = {_exponent_name(x): x for x in extra.pop("dk_exponent", EXPONENTS.values())}
-    rates = extra.pop("learning_rate", RATES)
+    rates = extra.pop("learning_rate", FULL_RATES if full else RATES)
     arms = [
         Arm(f"d_k={width} {name}", config.replace(head_dim=width), dataclasses.replace(hyper, dk_exponent=exponent))
         for width in widths
