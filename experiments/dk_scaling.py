@@ -37,8 +37,8 @@ SEEDS = 6
 EXPONENTS = {"off": 0.0, "on": 0.5, "twice": 1.0}
 WIDTHS = (16, 64)
 RATES = (1.5e-3, 4.5e-3, 1.35e-2)
-# One range for Adam and SGD, whose best rates lie a factor of 30 and more apart.
-FULL_RATES = (1.5e-3, 4.5e-3, 1.35e-2, 4e-2, 0.12, 0.36)
+# One range for Adam and SGD, whose best rates lie a factor of 80 and more apart.
+FULL_RATES = (1.5e-3, 4.5e-3, 1.35e-2, 4e-2, 0.12, 0.36, 1.08)
 BASE = Config(
     d_model=64,
     num_heads=1,
