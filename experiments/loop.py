@@ -21,7 +21,7 @@ from experiments.progress import Bar
 from experiments.samples import samples
 from experiments.workdir import write_text
 from transformer_jax import checkpoint
-from transformer_jax.config import Config, Hyper
+from transformer_jax.config import Config, Hyper, to_dict
 from transformer_jax.data import Task
 from transformer_jax.losses import Sums
 from transformer_jax.train import TrainState, evaluate, init_state
@@ -82,6 +82,8 @@ def train(
     row an evaluation {"step", "split", "loss", …}.
     """
     numbers, saves = device_hyper(hyper), folder / "checkpoints"
+    # Beside the state's own key: where the data stands is the step, as batches follow from (key, step).
+    describes = {"config": to_dict(config), "hyper": to_dict(hyper), "seed": seed, "data": task.sha256}
     state, notes = _start(config, hyper, seed, saves)
     with Bar(f"{config.task}", config.steps, int(state.step)) as bar:
         for note in notes:
@@ -119,13 +121,13 @@ def train(
                 due = checkpoint_every and done % checkpoint_every == 0
                 if reason or due or done == config.steps or time.monotonic() - last_save > SAVE_SECONDS:
                     log.flush()
-                    saver.save(done, state, {"step": done, "seed": seed})
+                    saver.save(done, state, describes | {"step": done})
                     saved, last_save = done, time.monotonic()
                 if reason and done < config.steps:
                     bar.say(f"stopped at step {done}: {reason}; saved, the same command goes on from here")
                     return state, False
             if saved < 0:
-                saver.save(config.steps, state, {"step": config.steps, "seed": seed})
+                saver.save(config.steps, state, describes | {"step": config.steps})
     return state, True
 
 

@@ -14,7 +14,7 @@ from experiments.grid import Arm, Group, Run, group_runs, hyper_of
 from experiments.interrupt import Stopper
 from experiments.progress import Bar
 from transformer_jax import checkpoint, sharding
-from transformer_jax.config import Config, Hyper
+from transformer_jax.config import Config, Hyper, to_dict
 from transformer_jax.data import Task, make_task
 
 SAVE_SECONDS = 20.0  # between saves, unless --checkpoint_every asks for every chunk
@@ -246,7 +246,14 @@ class _GroupJob:
         self._now = _Progress(states, record, [*self.now.marks, stop])
 
     def _save(self, saver: checkpoint.Saver) -> None:
-        meta = {"marks": self.now.marks, "runs": [dataclasses.asdict(run) for run in self.group.runs]}
+        # A run's key follows from its seed, and its batches from (key, step): the last mark is the data's position.
+        meta = {
+            "marks": self.now.marks,
+            "config": to_dict(self.group.config),
+            "runs": [dataclasses.asdict(run) for run in self.group.runs],
+            "hypers": [to_dict(hyper_of(self.question.arms, run)) for run in self.group.runs],
+            "data": self.task.sha256,
+        }
         saver.save(self.now.step, {"states": self.now.states, "record": self.now.record}, meta)
 
     def results(self) -> dict[Run, RunResult]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import launch
+from transformer_jax import checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = [
@@ -42,6 +43,9 @@ def test_the_workdir_says_what_it_is(straight: Path) -> None:
     assert held["identity"]["config"]["task"] == "reverse" and held["identity"]["config"]["vocab_size"] > 0
     assert held["versions"]["jax"] and held["commit"] and "--steps=40" not in held["identity"]
     assert sorted(int(p.name) for p in (straight / "checkpoints").iterdir())[-1] == 40
+    meta = checkpoint.read_meta(straight / "checkpoints")
+    assert meta["step"] == 40 and meta["seed"] == 0 and meta["hyper"]["dropout_rate"] == 0.2
+    assert meta["config"]["task"] == "reverse"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
