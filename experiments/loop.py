@@ -7,7 +7,7 @@ same command goes on from there, and ends with the same bits as if it had not be
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,6 @@ def train(
         advance = _advance(config, task, min(eval_every, config.steps))
         with checkpoint.Saver(saves, keep=2, resumed=int(state.step) or None) as saver:
             chunk, last_save = 1, time.monotonic()
-            saved = int(state.step) if notes or int(state.step) else -1
             while (start := int(state.step)) < config.steps:
                 ends = [start + chunk, config.steps, _next(start, eval_every)]
                 if checkpoint_every:
@@ -113,21 +112,18 @@ def train(
                 bar.update(done, tokens=float(record["tokens"].sum()), loss=float(record["loss"][-1]))
                 if done % eval_every == 0 or done == config.steps:
                     found = describe(evaluation(state.params, numbers, task.data), task)
-                    log.row({"step": done, "split": "selection", **found})
+                    log.rows([{"step": done, "split": "selection", **found}])
                     bar.say(f"step {done}  " + "  ".join(f"{name} {value:.4g}" for name, value in found.items()))
                     for line in samples(config, state.params, numbers, task):
                         bar.say(line)
                 reason = stop.reason
                 due = checkpoint_every and done % checkpoint_every == 0
                 if reason or due or done == config.steps or time.monotonic() - last_save > SAVE_SECONDS:
-                    log.flush()
                     saver.save(done, state, describes | {"step": done})
-                    saved, last_save = done, time.monotonic()
+                    last_save = time.monotonic()
                 if reason and done < config.steps:
                     bar.say(f"stopped at step {done}: {reason}; saved, the same command goes on from here")
                     return state, False
-            if saved < 0:
-                saver.save(config.steps, state, describes | {"step": config.steps})
     return state, True
 
 
@@ -169,25 +165,18 @@ class _Log:
                 if row["step"] < step or (row["step"] == step and "split" in row):
                     kept.append(line + "\n")
         write_text(path, "".join(kept))
-        self._pending: list[str] = []
 
-    def row(self, row: dict[str, Any]) -> None:
-        finite = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in row.items()}
-        self._pending.append(json.dumps(finite) + "\n")
-        self.flush()
+    def rows(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Append rows; a number that is not finite is null."""
+        with self.path.open("a", encoding="utf-8") as file:
+            for row in rows:
+                finite = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in row.items()}
+                file.write(json.dumps(finite) + "\n")
 
     def steps(self, start: int, record: dict[str, np.ndarray]) -> None:
-        for i in range(len(record["loss"])):
-            row = {"step": start + i, **{name: float(x[i]) for name, x in record.items()}}
-            finite = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in row.items()}
-            self._pending.append(json.dumps(finite) + "\n")
-        self.flush()
-
-    def flush(self) -> None:
-        if self._pending:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.writelines(self._pending)
-            self._pending.clear()
+        """A row for each update from `start` on."""
+        count = len(record["loss"])
+        self.rows({"step": start + i, **{name: float(x[i]) for name, x in record.items()}} for i in range(count))
 
 
 def _trace(folder: Path, on: bool) -> Any:

@@ -4,8 +4,8 @@
     python launch.py --experiment=train --task=reverse --architecture=encoder_decoder --workdir=runs/reverse
 
 The same command again resumes; --minutes stops cleanly in time. Evaluations show loss,
-accuracy and three samples written by the model. Expected: the default reaches about 1.9 bits
-per byte less than the uniform 8 within a minute; `reverse` reaches its floor of 0 nats.
+accuracy and three samples written by the model. Expected: 60 steps of the default (--steps=60)
+end at 3.16 bits per byte on the reported split of Python 3.11's own text.
 """
 
 from typing import Any

@@ -17,8 +17,8 @@ RUNS = "sweep"
 def use_cpu_cores() -> None:
     """One CPU device a core, so that the runs of a sweep use them all; call before the first array.
 
-    Measured on 2 cores with 12 runs of a 2-layer model: ms per run and step 9.8 with the
-    runs over two devices against 13.4 on one. Without effect on GPU and TPU, and where arrays
+    Measured on 2 cores (benchmarks/sweep.py): 11.0 ms per run and step with the runs over two
+    devices against 14.3 on one. Without effect on GPU and TPU, and where arrays
     were made before: the devices that are there are used then.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
