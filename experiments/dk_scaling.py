@@ -26,11 +26,11 @@ from experiments.grid import Arm
 from experiments.observe import attention_statistics
 from experiments.sections import Section
 from experiments.sweep import Outcome, Question
-from transformer_jax.attention import score_factor
 from transformer_jax.config import Config, Hyper
 from transformer_jax.data import make_task
 from transformer_jax.encoder_decoder import forward, init_transformer
 from transformer_jax.errors import ConfigError
+from transformer_jax.scores import score_factor
 
 FLAGS = ask.FLAGS
 SEEDS = 6

@@ -13,8 +13,9 @@ from typing import Any
 from absl import flags
 
 from experiments.grid import CONFIG_FIELDS, HYPER_FIELDS
-from transformer_jax.config import INTEGER_HYPER, PRESETS, TERMS, Config, Hyper, check_value, preset
+from transformer_jax.config import INTEGER_HYPER, TERMS, Config, Hyper, check_value
 from transformer_jax.errors import ConfigError, UserError
+from transformer_jax.presets import PRESETS, preset
 
 # name -> (kind, default, help, least value)
 RUN_FLAGS: dict[str, tuple[str, Any, str, float]] = {

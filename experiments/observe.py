@@ -5,11 +5,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from transformer_jax.attention import score_factor
 from transformer_jax.batch import Batch
 from transformer_jax.config import Config, Hyper
 from transformer_jax.encoder_decoder import forward, init_probe
 from transformer_jax.losses import cross_entropy
+from transformer_jax.scores import score_factor
 
 
 def attention_statistics(config: Config, hyper: Hyper, params: Any, batch: Batch) -> dict[str, jax.Array]:

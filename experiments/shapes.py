@@ -13,11 +13,12 @@ from einops import rearrange
 
 from experiments.flags import Settings
 from transformer_jax import masks
-from transformer_jax.attention import attention_scores, init_attention, masked_softmax
+from transformer_jax.attention import init_attention
 from transformer_jax.config import Config
 from transformer_jax.embedding import embed, init_embedding, unembed
 from transformer_jax.ffn import ffn, init_ffn
 from transformer_jax.numerics import product
+from transformer_jax.scores import Scoring, attention_scores, masked_softmax
 
 FLAGS = ("preset",)
 BASE = Config(
@@ -39,7 +40,7 @@ def arrays(settings: Settings) -> list[tuple[str, str, str, jax.Array]]:
         product(f"btd,d{n}h->bt{n}h", x, w)
         for n, w in (("n", weights.wq_DNH), ("k", weights.wk_DKH), ("k", weights.wv_DKH))
     )
-    scores = attention_scores(q, k, dk_exponent=hyper.dk_exponent, temperature=hyper.attention_temperature)
+    scores = attention_scores(q, k, Scoring(dk_exponent=hyper.dk_exponent, temperature=hyper.attention_temperature))
     mask = masks.from_config(config, hyper)
     probs = masked_softmax(scores, mask.dense(config.seq_len, config.seq_len))
     heads = product("bkgts,bskh->btkgh", rearrange(probs, "b (k g) t s -> b k g t s", k=config.K), v)
@@ -63,7 +64,7 @@ def arrays(settings: Settings) -> list[tuple[str, str, str, jax.Array]]:
         ("heads merged", "concat W_O", "(B, L, D)", merged),
         ("feed-forward, inner", "act(x W_1 + b_1)", "(B, L, 4D)", hidden),
         ("feed-forward", "… W_2 + b_2", "(B, L, D)", ffn(net, merged, config, hyper)),
-        ("logits", "x W_Eᵀ", "(B, L, V)", unembed(embedding, merged)),
+        ("logits", "x W_Eᵀ", "(B, L, V)", unembed(embedding, merged, config, hyper)),
     ]
 
 

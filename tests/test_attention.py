@@ -16,15 +16,14 @@ from transformer_jax.attention import (
     Attention,
     attend,
     attention,
-    attention_scores,
     init_attention,
-    score_factor,
 )
 from transformer_jax.config import MASKS, Config, Hyper
 from transformer_jax.errors import ConfigError
+from transformer_jax.scores import Scoring, attention_scores, score_factor
 
 B, T, S, N, H = 2, 5, 7, 6, 3
-STATIC = ("score_dtype", "weights")
+STATIC = ("weights", "implementation", "block", "band")
 # Programs run once here: LLVM's passes would cost more than they save.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 jit_attend = jit(attend, static_argnames=STATIC)
@@ -77,7 +76,7 @@ def test_h07_bias_exponent_temperature_equal_the_loop(K: int, heads: int) -> Non
     mask = mask_named("dense", T, S)
     allowed = np.asarray(mask.dense(T, S))
     for exponent, temperature in [(0.5, 1.0), (0.0, 1.0), (1.0, 1.0), (0.5, 0.3), (0.25, 2.0)]:
-        got = jit_attend(q, k, v, mask, bias=bias, dk_exponent=exponent, temperature=temperature)
+        got = jit_attend(q, k, v, mask, bias=bias, scoring=Scoring(dk_exponent=exponent, temperature=temperature))
         want, _ = reference.attend(
             *map(
                 np.float64,
@@ -94,9 +93,9 @@ def test_h07_bias_exponent_temperature_equal_the_loop(K: int, heads: int) -> Non
         )
         np.testing.assert_allclose(got, want, atol=1e-5)
     # A bias is added after the factor (article S2 §8.1 puts it before).
-    bare = attention_scores(q, k, dk_exponent=1.0, temperature=0.5)
+    bare = attention_scores(q, k, scoring=Scoring(dk_exponent=1.0, temperature=0.5))
     np.testing.assert_allclose(
-        attention_scores(q, k, dk_exponent=1.0, temperature=0.5, bias=bias), bare + bias, atol=1e-6
+        attention_scores(q, k, scoring=Scoring(dk_exponent=1.0, temperature=0.5), bias=bias), bare + bias, atol=1e-6
     )
 
 
@@ -163,7 +162,7 @@ def test_h18_two_by_two_by_hand() -> None:
 
 def test_h06_outputs_are_means_of_the_values() -> None:
     q, k, v = inputs()
-    out, weights = jit_attend(q, k, v, temperature=0.1, weights=True)
+    out, weights = jit_attend(q, k, v, scoring=Scoring(temperature=0.1), weights=True)
     np.testing.assert_allclose(np.sum(weights, -1), 1.0, atol=1e-6)
     for n in range(N):
         assert np.all(out[:, :, n] <= v[:, :, n].max(axis=1, keepdims=True) + 1e-5)
@@ -176,7 +175,9 @@ def test_h06_outputs_are_means_of_the_values() -> None:
 def test_n6_scores_are_scaled_by_the_head_width() -> None:
     ones = jnp.ones((1, 1, 4, 16))  # d_model 64
     for exponent, want in ((0.0, 16.0), (0.5, 4.0), (1.0, 1.0)):
-        np.testing.assert_array_equal(attention_scores(ones, ones, dk_exponent=exponent), np.full((1, 4, 1, 1), want))
+        np.testing.assert_array_equal(
+            attention_scores(ones, ones, Scoring(dk_exponent=exponent)), np.full((1, 4, 1, 1), want)
+        )
 
 
 def ulps(a: np.ndarray, b: np.ndarray) -> int:
@@ -252,10 +253,10 @@ def test_dropout_of_weights() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_d5_softmax_is_in_the_score_type(dtype: str) -> None:
     q, k, v = (jnp.asarray(a, jnp.bfloat16) for a in inputs())
-    jaxpr = jax.make_jaxpr(functools.partial(attend, score_dtype=dtype))(q, k, v, masks.causal())
+    jaxpr = jax.make_jaxpr(functools.partial(attend, scoring=Scoring(score_dtype=dtype)))(q, k, v, masks.causal())
     exponentials = [e.outvars[0].aval.dtype for e in jaxpr.jaxpr.eqns if e.primitive.name == "exp"]
     assert exponentials == [jnp.dtype(dtype)]
-    assert attend(q, k, v, score_dtype=dtype).dtype == jnp.bfloat16
+    assert attend(q, k, v, scoring=Scoring(score_dtype=dtype)).dtype == jnp.bfloat16
 
 
 def test_d5_4096_near_equal_weights_sum_to_1() -> None:
@@ -269,7 +270,8 @@ def test_d5_4096_near_equal_weights_sum_to_1() -> None:
 def test_f09_scores_may_be_large() -> None:
     q, k, v = inputs()
     shift = np.full((1, 1, T, S), 3e4, np.float32)
-    bare, shifted = jit_attend(q, k, v, temperature=1e-3), jit_attend(q, k, v, temperature=1e-3, bias=shift)
+    cold = Scoring(temperature=1e-3)
+    bare, shifted = jit_attend(q, k, v, scoring=cold), jit_attend(q, k, v, scoring=cold, bias=shift)
     np.testing.assert_allclose(shifted, bare, atol=2e-2)
     assert np.all(np.isfinite(bare))
 
@@ -285,7 +287,9 @@ class Variants(chex.TestCase):
         q, k, v = inputs(2)
         mask = mask_named("causal & padding", T, S)
         want, _ = reference.attend(*map(np.float64, (q, k, v)), np.asarray(mask.dense(T, S)))
-        np.testing.assert_allclose(self.variant(attend)(q, k, v, mask, temperature=1.0), want, atol=1e-5)
+        np.testing.assert_allclose(
+            self.variant(attend)(q, k, v, mask), want, atol=1e-5
+        )
 
 
 def test_k2_numbers_are_traced_once() -> None:
@@ -296,7 +300,9 @@ def test_k2_numbers_are_traced_once() -> None:
     def run(exponent: jax.Array, temperature: jax.Array, rate: jax.Array, width: jax.Array) -> jax.Array:
         key = jax.random.key(0)
         mask = masks.window(width)
-        return attend(q, k, v, mask, dk_exponent=exponent, temperature=temperature, dropout_rate=rate, key=key)
+        return attend(
+            q, k, v, mask, scoring=Scoring(dk_exponent=exponent, temperature=temperature), dropout_rate=rate, key=key
+        )
 
     grid = itertools.product((0.0, 0.5), (0.3, 1.0), (0.0, 0.5), (1, 3))
     outs = {np.asarray(run(*map(jnp.asarray, point))).tobytes() for point in grid}
@@ -306,8 +312,8 @@ def test_k2_numbers_are_traced_once() -> None:
 @pytest.mark.parametrize("shape", [(T, S), (1, T, S), (1, 1, 1, S), (1, 1, S, T)])
 def test_bias_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
     q, k, _ = inputs()
-    with pytest.raises(ConfigError, match=r"bias has shape .*5, 7\]"):
-        attention_scores(q, k, bias=jnp.zeros(shape))
+    with pytest.raises(ConfigError, match=r"a bias of shape|DenseBias bias of .* in an attention of \(5, 7\)"):
+        attend(q, k, k, bias=jnp.zeros(shape))
 
 
 def test_heads_that_do_not_fit_are_refused() -> None:
@@ -315,7 +321,7 @@ def test_heads_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match="6 heads of 3, keys 4 of 3"):
         attend(q, k, v)
     with pytest.raises(ConfigError, match="6 heads of 3, keys 6 of 2"):
-        attention_scores(q, inputs()[1][..., :2])
+        attention_scores(q, inputs()[1][..., :2], Scoring())
 
 
 def test_initial_scale() -> None:

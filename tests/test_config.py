@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 from transformer_jax import config as settings
-from transformer_jax.config import PRESETS, TERMS, Config, Hyper, check_ranges, from_dict, preset, to_dict, with_terms
+from transformer_jax.config import TERMS, Config, Hyper, check_ranges, from_dict, to_dict, with_terms
 from transformer_jax.encoder_decoder import count_parameters
 from transformer_jax.errors import ConfigError, UserError
+from transformer_jax.presets import PRESETS, preset
 
 
 @pytest.mark.parametrize(

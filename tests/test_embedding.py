@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests import reference
-from transformer_jax.config import Config
+from transformer_jax.config import Config, Hyper
 from transformer_jax.embedding import Embedding, embed, init_embedding, unembed
 from transformer_jax.errors import ConfigError
 
@@ -72,9 +72,25 @@ def test_positions_are_those_given(params: Embedding) -> None:
 def test_tied_output_is_the_transpose(params: Embedding) -> None:
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, D)), jnp.float32)
     tied = Embedding(params.embed_VD, None, None)
-    np.testing.assert_allclose(unembed(tied, x), np.asarray(x) @ np.asarray(params.embed_VD).T, atol=1e-5)
-    np.testing.assert_allclose(unembed(params, x), np.asarray(x) @ np.asarray(params.wout_DV), atol=1e-5)
-    assert np.max(np.abs(unembed(params, x) - unembed(tied, x))) > 0.1
+    np.testing.assert_allclose(
+        unembed(tied, x, Config(), Hyper()),
+        np.asarray(x) @ np.asarray(params.embed_VD).T,
+        atol=1e-5,
+    )
+    np.testing.assert_allclose(
+        unembed(params, x, Config(), Hyper()),
+        np.asarray(x) @ np.asarray(params.wout_DV),
+        atol=1e-5,
+    )
+    assert (
+        np.max(
+            np.abs(
+                unembed(params, x, Config(), Hyper())
+                - unembed(tied, x, Config(), Hyper())
+            )
+        )
+        > 0.1
+    )
 
 
 def test_tied_weights_get_both_gradients(params: Embedding) -> None:
@@ -82,7 +98,7 @@ def test_tied_weights_get_both_gradients(params: Embedding) -> None:
     tokens = jnp.array([[2, 3]])
 
     def total(p: Embedding) -> jax.Array:
-        return jnp.sum(unembed(p, embed(p, tokens, jnp.arange(2)[None], c)) ** 2)
+        return jnp.sum(unembed(p, embed(p, tokens, jnp.arange(2)[None], c), c, Hyper()) ** 2)
 
     slope = np.asarray(jax.jit(jax.grad(total))(tied).embed_VD)
     assert np.all(np.abs(slope).max(axis=1) > 0)  # every row is an output; rows 2 and 3 are inputs, too
@@ -112,7 +128,12 @@ def test_d4_types(params: Embedding, dtype: str, positions: str) -> None:
     x = jax.eval_shape(lambda t: embed(p, t, POSITIONS, c), TOKENS)
     assert x.dtype == jnp.dtype(dtype)
     for q in (p, Embedding(p.embed_VD, None, None)):
-        assert jax.eval_shape(lambda y, q=q: unembed(q, y), x).dtype == jnp.float32
+        assert (
+            jax.eval_shape(
+                lambda y, q=q: unembed(q, y, Config(), Hyper()), x
+            ).dtype
+            == jnp.float32
+        )
 
 
 def test_g12_bfloat16_does_not_alias_positions(params: Embedding) -> None:

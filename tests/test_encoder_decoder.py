@@ -16,9 +16,7 @@ from transformer_jax.batch import Batch
 from transformer_jax.config import MASKS, NORMS, PLACEMENTS, Config, Hyper
 from transformer_jax.embedding import embed, unembed
 from transformer_jax.encoder_decoder import (
-    Stack,
     Transformer,
-    apply_stack,
     count_parameters,
     decoder_mask,
     encode,
@@ -27,6 +25,7 @@ from transformer_jax.encoder_decoder import (
     init_transformer,
 )
 from transformer_jax.errors import ConfigError
+from transformer_jax.layers import Stack, apply_stack
 
 V, T, S = 11, 7, 5
 SMALL = Config(
@@ -187,7 +186,7 @@ def influence(
             y, _ = apply_stack(
                 params.decoder, x[None], config, HYPER, mask=masks.dense(allowed), positions_BT=positions
             )
-            return unembed(params.embedding, y)[0] @ towards_V
+            return unembed(params.embedding, y, config, HYPER)[0] @ towards_V
 
         return jnp.max(jnp.abs(jax.jacrev(logits)(x)), axis=-1)
 

@@ -9,9 +9,10 @@ import pytest
 from tests import reference
 from transformer_jax import masks
 from transformer_jax.config import FFN_KINDS, GATED, Config, Hyper
-from transformer_jax.encoder_decoder import apply_stack, init_transformer
+from transformer_jax.encoder_decoder import init_transformer
 from transformer_jax.errors import ConfigError
 from transformer_jax.ffn import ACTIVATIONS, FFN, ffn, init_ffn
+from transformer_jax.layers import apply_stack
 
 
 def config(kind: str, **changes: object) -> Config:

@@ -10,8 +10,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # A module may import what stands before it.
 ORDER = (
-    "errors", "keys", "config", "batch", "data", "masks", "numerics", "rope", "positions", "norms", "ffn",
-    "embedding", "attention", "encoder_decoder", "losses", "optim", "train", "sharding", "checkpoint",
+    "errors", "keys", "config", "presets", "batch", "data", "masks", "numerics", "rope_scaling", "rope", "positions",
+    "relative", "norms", "ffn", "moe", "scores", "embedding", "dense", "blockwise", "banded", "linear_attention",
+    "attention", "layers", "encoder_decoder", "dependencies", "losses", "optim", "train", "sharding", "checkpoint", "meter",
 )  # fmt: skip
 # Each of these has one doorway.
 DOORWAYS = {
@@ -20,7 +21,7 @@ DOORWAYS = {
     "optax": {"transformer_jax/optim.py", "transformer_jax/train.py"},
     "absl": {"experiments/flags.py"},
 }
-DATA_MAY = {"errors", "keys", "config", "batch", "data"}
+DATA_MAY = {"errors", "keys", "config", "presets", "batch", "data"}
 
 
 def sources() -> list[Path]:

@@ -10,14 +10,15 @@ import pytest
 
 from tests import reference
 from transformer_jax import masks
-from transformer_jax.attention import attend, masked_softmax
+from transformer_jax.attention import attend
 from transformer_jax.config import MASKS, Config, Hyper
 from transformer_jax.errors import ConfigError
+from transformer_jax.scores import Scoring, masked_softmax
 
 HYPER = Hyper(window=3, prefix=4)
 # Programs run once here: LLVM's passes would cost more than they save.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-jit_attend = jit(attend, static_argnames=("score_dtype", "weights"))
+jit_attend = jit(attend, static_argnames=("weights", "implementation", "block", "band"))
 
 
 def inputs(T: int = 5, S: int = 7, K: int = 6) -> tuple[np.ndarray, ...]:
@@ -252,13 +253,13 @@ def test_a1_rows_without_a_key_are_0_and_the_others_untouched(dtype: str) -> Non
     q, k, v = (jnp.asarray(a, dtype) for a in inputs(8, 8))
     allowed = np.zeros((8, 8), bool)
     allowed[:4, :4] = True
-    out, weights = jit_attend(q, k, v, masks.dense(allowed), score_dtype=dtype, weights=True)
+    out, weights = jit_attend(q, k, v, masks.dense(allowed), scoring=Scoring(score_dtype=dtype), weights=True)
     assert out.dtype == jnp.dtype(dtype)
     out, weights = np.asarray(out, np.float32), np.asarray(weights, np.float32)
     np.testing.assert_array_equal(out[:, 4:], 0)
     np.testing.assert_array_equal(weights[:, :, 4:], 0)
     np.testing.assert_array_equal(weights[..., 4:], 0)
-    alone = np.asarray(jit_attend(q[:, :4], k[:, :4], v[:, :4], score_dtype=dtype), np.float32)
+    alone = np.asarray(jit_attend(q[:, :4], k[:, :4], v[:, :4], scoring=Scoring(score_dtype=dtype)), np.float32)
     np.testing.assert_allclose(out[:, :4], alone, atol=1e-6 if dtype == "float32" else 2e-2)
 
 
@@ -272,7 +273,7 @@ def test_a2_gradients_of_rows_without_a_key_are_0(dtype: str) -> None:
     @jit
     def slopes(q: jax.Array, bias: jax.Array, allowed: jax.Array, counts: jax.Array) -> tuple[jax.Array, ...]:
         def loss(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array) -> jax.Array:
-            out = attend(q, k, v, masks.dense(allowed), bias=bias, score_dtype=dtype)
+            out = attend(q, k, v, masks.dense(allowed), bias=bias, scoring=Scoring(score_dtype=dtype))
             return jnp.sum(counts[None, :, None, None] * out.astype(jnp.float32) ** 2)
 
         return jax.grad(loss, argnums=(0, 1, 2, 3))(q, k, v, bias)
@@ -296,7 +297,7 @@ def test_a5_the_masked_weigh_nothing_however_low_the_allowed(dtype: str) -> None
     # The same through attend: q.k = -20000.
     q, k, v = jnp.full((1, 1, 1, 1), -100.0, dtype), jnp.array([200.0, 0.0], dtype), jnp.array([3.0, 5.0], dtype)
     mask = masks.dense(np.array([[True, False]]))
-    out = attend(q, k.reshape(1, 2, 1, 1), v.reshape(1, 2, 1, 1), mask, score_dtype=dtype)
+    out = attend(q, k.reshape(1, 2, 1, 1), v.reshape(1, 2, 1, 1), mask, scoring=Scoring(score_dtype=dtype))
     assert float(out[0, 0, 0, 0]) == 3.0
 
 
@@ -315,7 +316,7 @@ def test_d06_constants_come_as_bias_and_show_their_nan() -> None:
         bias = np.array(zero)
         bias[..., 2, :] = fill
         bias[..., 1, 3] = fill
-        out = attend(q, k, v, mask, bias=jnp.asarray(bias), score_dtype=dtype, weights=True)[1]
+        out = attend(q, k, v, mask, bias=jnp.asarray(bias), scoring=Scoring(score_dtype=dtype), weights=True)[1]
         return np.asarray(out, np.float32)
 
     for dtype in ("float32", "bfloat16", "float16"):

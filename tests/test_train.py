@@ -27,7 +27,8 @@ from transformer_jax.train import TrainState, eval_step, evaluate, gradients, in
 FIXTURE = Path(__file__).parent / "fixtures" / "golden_step.json"
 T, V = 5, 13
 RATES = {"dropout_rate": 0.2, "attention_dropout_rate": 0.1, "activation_dropout_rate": 0.3}
-STILL = Hyper(learning_rate=0.01, label_smoothing=0.1, z_loss=1e-3, clip_norm=0.7)  # no randomness
+CAPS = {"attention_softcap": 1.5, "final_softcap": 5.0}
+STILL = Hyper(learning_rate=0.01, label_smoothing=0.1, z_loss=1e-3, clip_norm=0.7, **CAPS)  # no randomness
 LOUD = STILL.replace(**RATES)
 LENGTHS = [5, 2, 3]
 # Compiling is most of this file's time.
@@ -231,7 +232,10 @@ def test_q2_evaluate_adds_sums_over_batches() -> None:
 # --- terms and randomness ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("term", ["dropout", "attention_dropout", "activation_dropout"])
+DROPOUTS = ("dropout", "attention_dropout", "activation_dropout")
+
+
+@pytest.mark.parametrize("term", DROPOUTS)
 def test_terms_switch_the_random_bits(term: str) -> None:
     batch = rows()
 
@@ -241,9 +245,11 @@ def test_terms_switch_the_random_bits(term: str) -> None:
             return str(jax.make_jaxpr(functools.partial(train_step, config))(state, LOUD, batch))
         return str(jax.make_jaxpr(functools.partial(eval_step, config))(state.params, LOUD, batch))
 
-    assert "random_bits" not in program(small(), "train")
-    assert "random_bits" in program(small(terms=(term,)), "train")
-    assert "random_bits" not in program(small(terms=(term,)), "eval")
+    # The bits of attention dropout belong to places, and are hashed from them.
+    draw = "threefry2x32 " if term == "attention_dropout" else "random_bits"
+    assert program(small(), "train").count(draw) == 0
+    assert program(small(terms=(term,)), "train").count(draw) > 0
+    assert program(small(terms=(term,)), "eval").count(draw) == 0
 
 
 def test_a_number_whose_term_is_off_does_nothing_and_each_term_does_something() -> None:
@@ -253,7 +259,7 @@ def test_a_number_whose_term_is_off_does_nothing_and_each_term_does_something() 
     for term in TERMS:
         on = summed(state.params, small(terms=(term,)), LOUD, batch, state.key)
         assert (float(on.objective) != float(off.objective)) == (term != "clip"), term
-        assert (float(on.nats) != float(off.nats)) == ("dropout" in term), term
+        assert (float(on.nats) != float(off.nats)) == ("dropout" in term or "softcap" in term), term
 
 
 def test_a_traced_rate_of_0_equals_no_dropout() -> None:
@@ -357,7 +363,7 @@ def test_k4_a_donated_state_leaves_the_caller_s_key_and_earlier_evaluations() ->
 
 
 def test_runs_side_by_side_equal_runs_alone() -> None:
-    hypers = [LOUD, LOUD.replace(learning_rate=0.1, dropout_rate=0.0, clip_norm=0.0), STILL.replace(learning_rate=0.0)]
+    hypers = [LOUD, LOUD.replace(learning_rate=0.03, dropout_rate=0.0, clip_norm=0.0), STILL.replace(learning_rate=0.0)]
     config = with_terms(small(schedule="cosine"), hypers)
     seeds = jax.vmap(jax.random.key)(jnp.array([0, 1, 1]))
     go = jit(lambda hyper, key: run(config, hyper, key, draw, steps=5))
@@ -370,7 +376,7 @@ def test_runs_side_by_side_equal_runs_alone() -> None:
         close(jax.tree.map(lambda x, i=i: x[i], metrics), alone, 1e-5)
         close(jax.tree.map(lambda x, i=i: x[i], states.params), state.params, 1e-5)
     assert len({float(x) for x in metrics["loss"][2]}) == 5  # at rate 0: each step has a batch of its own
-    np.testing.assert_allclose(metrics["learning_rate"][1] / metrics["learning_rate"][0], 10, rtol=1e-5)
+    np.testing.assert_allclose(metrics["learning_rate"][1] / metrics["learning_rate"][0], 3, rtol=1e-5)
 
 
 def test_a_tiny_model_learns_one_batch_by_heart() -> None:

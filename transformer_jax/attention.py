@@ -4,79 +4,78 @@
     weights = softmax over the keys that the mask allows
     out     = weights . v
 
-Vaswani et al. 2017 §3.2; articles S0 §3, S1 §2.2, S2 §4. The exponent 0.5 divides by
-sqrt(d_k); at temperature d_k**-0.5 that is undone, and the scores are those of exponent 0.
+Vaswani et al. 2017 §3.2; articles S0 §3, S1 §2.2, S2 §4. `attend` is computed in one of four
+ways: dense, blockwise and banded are the same function at different costs; linear is another
+function. What each can do is a table, CAPABILITIES; what it cannot is refused by name.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from einops import rearrange
 from flax import struct
 from jax.typing import ArrayLike
 
-from transformer_jax import keys, rope
+from transformer_jax import keys, masks, relative, rope
+from transformer_jax.banded import banded
+from transformer_jax.blockwise import Dropout, blockwise
 from transformer_jax.config import Config, Hyper
-from transformer_jax.errors import ConfigError
+from transformer_jax.dense import dense_block
+from transformer_jax.errors import ConfigError, unknown
+from transformer_jax.linear_attention import linear_attention
 from transformer_jax.masks import Mask
-from transformer_jax.numerics import product, product_f32
+from transformer_jax.norms import rms
+from transformer_jax.numerics import product
+from transformer_jax.relative import Bias
+from transformer_jax.scores import PLAIN, Scoring, attention_scores, check_heads, check_normaliser
+
+_MASKS = frozenset(
+    f"a {part.__name__} mask"
+    for part in (
+        masks.Causal, masks.Inverted, masks.Window, masks.PrefixLM, masks.Padding, masks.Segments,
+        masks.BlockSparse, masks.Dense,
+    )
+)  # fmt: skip
+_SCORES = frozenset({"a bias", "a soft-cap", "a sink", "dropout", "normaliser sigmoid", "normaliser relu"})
+
+# Implementation -> what it does beyond plain softmax over everything. "other lengths": T and S differ.
+CAPABILITIES: dict[str, frozenset[str]] = {
+    "dense": _MASKS
+    | _SCORES
+    | {"normaliser entmax15", "half-precision scores", "weights", "positions", "other lengths"},
+    "blockwise": _MASKS | _SCORES | {"positions", "other lengths"},
+    "banded": _MASKS | _SCORES | {"normaliser entmax15", "half-precision scores"},
+    "linear": frozenset({"a Causal mask", "a Padding mask", "other lengths"}),
+}
 
 
-def score_factor(H: int, dk_exponent: ArrayLike, temperature: ArrayLike) -> jax.Array:
-    """H**(-dk_exponent) / temperature: a float32 scalar, what every dot product is multiplied by."""
-    return jnp.power(jnp.float32(H), -jnp.asarray(dk_exponent, jnp.float32)) / jnp.asarray(temperature, jnp.float32)
+def _asked(
+    mask: Mask, scoring: Scoring, bias: Bias | None, dropout: Dropout | None, weights: bool, T: int, S: int
+) -> list[str]:
+    """What a call uses, in the words of CAPABILITIES."""
+    asked = {
+        "a bias": bias is not None,
+        "a soft-cap": scoring.softcap is not None,
+        "a sink": scoring.sink_N is not None,
+        "dropout": dropout is not None,
+        "half-precision scores": scoring.score_dtype != "float32",
+        "weights": weights,
+        "positions": mask.q_positions_BT is not None or mask.k_positions_BS is not None,
+        "other lengths": T != S,
+        f"normaliser {scoring.normaliser}": scoring.normaliser != "softmax",
+    }
+    return [f"a {type(part).__name__} mask" for part in mask.parts] + [name for name, used in asked.items() if used]
 
 
-def attention_scores(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    *,
-    dk_exponent: ArrayLike = 0.5,
-    temperature: ArrayLike = 1.0,
-    bias: jax.Array | None = None,
-    score_dtype: str = "float32",
-) -> jax.Array:
-    """Scores [B, N, T, S] in `score_dtype`, before any mask.
-
-    bias: [B or 1, N or 1, T, S], added as it stands, infinities included: this is how the
-    field's constants (-inf, -1e9, the type's minimum) are run, and their NaN shown.
-    Raises ConfigError where N is not a multiple of K or the widths differ.
-    """
-    (_, T, N, H), (_, S, K, width) = q_BTNH.shape, k_BSKH.shape
-    if N % K or H != width:
-        raise ConfigError(
-            f"queries have {N} heads of {H}, keys {K} of {width}: N must be a multiple of K, widths equal"
-        )
-    q = rearrange(q_BTNH, "b t (k g) h -> b t k g h", k=K)
-    scores = rearrange(product_f32("btkgh,bskh->bkgts", q, k_BSKH), "b k g t s -> b (k g) t s")
-    scores = (scores * score_factor(H, dk_exponent, temperature)).astype(score_dtype)
-    if bias is not None:
-        if bias.ndim != 4 or bias.shape[2:] != (T, S):
-            raise ConfigError(f"bias has shape {bias.shape}: [B or 1, N or 1, {T}, {S}] is wanted")
-        scores = scores + bias.astype(score_dtype)
-    return scores
-
-
-def masked_softmax(scores: jax.Array, allowed: jax.Array | None) -> jax.Array:
-    """Softmax over the last axis, over the allowed entries only; a row that allows nothing gives 0.
-
-    scores [..., T, S]; allowed: booleans that broadcast to it, or None. Masked entries are
-    set to -inf before the exponential, so that their weight and their gradient are exactly
-    0; a row without any allowed entry is divided by 1 instead of 0, so that it is 0 with
-    gradient 0 in every type. Infinities that come with the scores themselves are not mended.
-    """
-    if allowed is not None:
-        scores = jnp.where(allowed, scores, -jnp.inf)
-        some = jnp.any(allowed, axis=-1, keepdims=True)
-    top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
-    if allowed is not None:
-        top = jnp.where(some, top, 0)
-    powers = jnp.exp(scores - top)
-    total = jnp.sum(powers, axis=-1, keepdims=True)
-    if allowed is not None:
-        total = jnp.where(some, total, 1)
-    return powers / total
+def check_capabilities(implementation: str, asked: list[str]) -> None:
+    """Raise ConfigError if `implementation` is unknown or cannot do all of `asked`, naming who can."""
+    if implementation not in CAPABILITIES:
+        raise unknown("attention_implementation", implementation, CAPABILITIES)
+    for feature in asked:
+        if feature not in CAPABILITIES[implementation]:
+            able = ", ".join(name for name, can in CAPABILITIES.items() if feature in can)
+            raise ConfigError(f"{implementation} attention cannot do {feature}: {able or 'none'} can")
 
 
 def attend(
@@ -85,46 +84,62 @@ def attend(
     v_BSKH: jax.Array,
     mask: Mask | None = None,
     *,
-    bias: jax.Array | None = None,
-    dk_exponent: ArrayLike = 0.5,
-    temperature: ArrayLike = 1.0,
+    scoring: Scoring = PLAIN,
+    bias: Bias | jax.Array | None = None,
     dropout_rate: ArrayLike | None = None,
     key: jax.Array | None = None,
-    score_dtype: str = "float32",
     weights: bool = False,
+    implementation: str = "dense",
+    block: int = 0,
+    band: int = 0,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention: [B, T, N, H] from queries, keys and values; with `weights`, also [B, N, T, S].
 
     K divides N: K = N is multi-head, K = 1 multi-query, between them grouped-query
     (query head n reads key/value head n // (N/K)). The widths of v and q may differ.
     mask: True may attend; a row that may attend to nothing gives output 0 and gradient 0.
-    dk_exponent, temperature, dropout_rate: numbers, traced or not. key None: no dropout.
-    Weights are returned before dropout; asking for them leaves the output as it is.
+    scoring: exponent, temperature, soft-cap, sink and normaliser (scores.Scoring).
+    bias: relative.Bias, or an array [B or 1, N or 1, T, S], added as it stands.
+    dropout_rate: traced or not; key None: no dropout. The same entries are dropped in every
+    implementation. Weights are returned before dropout; asking leaves the output as it is.
+    implementation: see CAPABILITIES; block and band are those of blockwise, banded and linear
+    attention, 0 for their own choice.
     A key that no query may see is set to 0 with its value, so that NaN in padding stays there.
+    Raises ConfigError for shapes at odds, and for what the implementation cannot do.
     """
-    T, (S, K) = q_BTNH.shape[1], k_BSKH.shape[1:3]
-    allowed = None
+    (B, T), S = q_BTNH.shape[:2], k_BSKH.shape[1]
+    check_heads(q_BTNH, k_BSKH)
     if not isinstance(mask, Mask | None):
         raise ConfigError(f"a mask of type {type(mask).__name__}: wrap an array with masks.dense()")
-    if mask is not None and not mask.is_full:
-        allowed = mask.dense(T, S)
-        if mask.hides_keys:
-            # Per batch row: a key is kept if any head's query may see it.
-            seen = jnp.any(allowed, axis=(1, 2))[:, :, None, None]
-            k_BSKH, v_BSKH = jnp.where(seen, k_BSKH, 0), jnp.where(seen, v_BSKH, 0)
-    scores = attention_scores(
-        q_BTNH, k_BSKH, dk_exponent=dk_exponent, temperature=temperature, bias=bias, score_dtype=score_dtype
+    mask = masks.full() if mask is None else mask
+    bias = relative.dense(bias) if isinstance(bias, jax.Array) else bias
+    dropout = None if dropout_rate is None or key is None else Dropout(key, dropout_rate)
+    check_normaliser(scoring)
+    check_capabilities(implementation, _asked(mask, scoring, bias, dropout, weights, T, S))
+    mask.check(T, S, B)
+    if implementation == "linear":
+        return linear_attention(q_BTNH, k_BSKH, v_BSKH, mask, scoring, block=block)
+    rest: Any = {"bias": bias, "dropout": dropout, "block": block}
+    if implementation == "blockwise":
+        return blockwise(q_BTNH, k_BSKH, v_BSKH, mask, scoring, **rest)
+    if implementation == "banded":
+        return banded(q_BTNH, k_BSKH, v_BSKH, mask, scoring, band=band, **rest)
+    out, weights_BNTS = dense_block(
+        q_BTNH,
+        k_BSKH,
+        v_BSKH,
+        None if mask.is_full else mask.dense(T, S),
+        scoring,
+        bias=None if bias is None else bias.dense(T, S),
+        drop=None if dropout is None else partial(dropout, q_slots_T=jnp.arange(T), k_slots_S=jnp.arange(S), T=T),
+        hides_keys=mask.hides_keys,
     )
-    weights_BNTS = masked_softmax(scores, allowed)
-    used = weights_BNTS if dropout_rate is None else keys.dropout(weights_BNTS, dropout_rate, key, "attention")
-    used = rearrange(used.astype(v_BSKH.dtype), "b (k g) t s -> b k g t s", k=K)
-    out = rearrange(product("bkgts,bskh->btkgh", used, v_BSKH), "b t k g h -> b t (k g) h")
     return (out, weights_BNTS) if weights else out
 
 
 @struct.dataclass
 class Attention:
-    """Projections: wq_DNH, wk_DKH, wv_DKH, wo_NHD; biases where the config has them."""
+    """Projections: wq_DNH, wk_DKH, wv_DKH, wo_NHD; biases, norm scales and sinks where the config has them."""
 
     wq_DNH: jax.Array
     wk_DKH: jax.Array
@@ -134,6 +149,9 @@ class Attention:
     bk_KH: jax.Array | None
     bv_KH: jax.Array | None
     bo_D: jax.Array | None
+    q_scale_H: jax.Array | None = None
+    k_scale_H: jax.Array | None = None
+    sink_N: jax.Array | None = None
 
 
 @struct.dataclass
@@ -167,6 +185,10 @@ def init_attention(key: jax.Array, config: Config) -> Attention:
         bk_KH=jnp.zeros((K, H)) if bias else None,
         bv_KH=jnp.zeros((K, H)) if bias else None,
         bo_D=jnp.zeros(D) if bias else None,
+        q_scale_H=jnp.ones(H) if config.qk_norm else None,
+        k_scale_H=jnp.ones(H) if config.qk_norm else None,
+        # At 0 a sink weighs as much as a key of score 0.
+        sink_N=jnp.zeros(N) if config.attention_sink else None,
     )
 
 
@@ -179,33 +201,55 @@ def attention(
     hyper: Hyper,
     *,
     turn: rope.Rotation | None = None,
+    bias: Bias | None = None,
+    implementation: str | None = None,
     key: jax.Array | None = None,
     probe: Probe | None = None,
     trace: bool = False,
 ) -> tuple[jax.Array, Trace | None]:
     """Multi-head attention of x over source (x itself for self-attention): [B, T, D].
 
-    turn: rotary angles, for self-attention only. key: for dropout of the weights.
+    turn: rotary angles, bias: of positions; both for self-attention only. key: for dropout of
+    the weights. implementation: None takes the config's; qk_norm stands before the rotation.
     """
     q = _project("btd,dnh->btnh", x_BTD, params.wq_DNH, params.bq_NH)
     k = _project("bsd,dkh->bskh", source_BSD, params.wk_DKH, params.bk_KH)
     v = _project("bsd,dkh->bskh", source_BSD, params.wv_DKH, params.bv_KH)
     if probe is not None:
         q, k, v = q + probe.q_BTNH.astype(q.dtype), k + probe.k_BSKH.astype(k.dtype), v + probe.v_BSKH.astype(v.dtype)
+    if params.q_scale_H is not None and params.k_scale_H is not None:
+        q, k = rms(q, params.q_scale_H, config.norm_epsilon), rms(k, params.k_scale_H, config.norm_epsilon)
     if turn is not None:
         q, k = rope.rotate(q, turn, config.rope_layout), rope.rotate(k, turn, config.rope_layout)
-    numbers = {
-        "dk_exponent": hyper.dk_exponent,
-        "temperature": hyper.attention_temperature,
-        "score_dtype": config.score_dtype,
-    }
+    scoring = Scoring(
+        dk_exponent=hyper.dk_exponent,
+        temperature=hyper.attention_temperature,
+        softcap=hyper.attention_softcap if config.has("attention_softcap") else None,
+        sink_N=params.sink_N,
+        normaliser=config.normaliser,
+        score_dtype=config.score_dtype,
+    )
     rate = hyper.attention_dropout_rate if config.has("attention_dropout") else None
-    out: Any = attend(q, k, v, mask, dropout_rate=rate, key=key, weights=trace, **numbers)
+    out: Any = attend(
+        q,
+        k,
+        v,
+        mask,
+        scoring=scoring,
+        bias=bias,
+        dropout_rate=rate,
+        key=key,
+        weights=trace,
+        implementation=implementation or config.attention_implementation,
+        block=config.attention_block,
+        band=config.band,
+    )
     seen = None
     if trace:
         out, weights = out
-        scores = attention_scores(q, k, **numbers)
-        seen = Trace(weights, scores, jnp.broadcast_to(mask.dense(q.shape[1], k.shape[1]), scores.shape))
+        T, S = q.shape[1], k.shape[1]
+        scores = attention_scores(q, k, scoring, None if bias is None else bias.dense(T, S))
+        seen = Trace(weights, scores, jnp.broadcast_to(mask.dense(T, S), scores.shape))
     out = product("btnh,nhd->btd", out, params.wo_NHD)
     if params.bo_D is not None:
         out = out + params.bo_D.astype(out.dtype)[None, None, :]

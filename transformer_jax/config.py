@@ -20,8 +20,11 @@ FFN_KINDS = ("relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu", "reglu")
 GATED = ("swiglu", "geglu", "reglu")
 NORMS = ("layernorm", "rmsnorm")
 PLACEMENTS = ("pre", "post", "sandwich", "none")
-POSITIONS = ("rope", "sinusoidal", "learned", "none")
+POSITIONS = ("rope", "sinusoidal", "learned", "alibi", "t5", "none")
 ROPE_LAYOUTS = ("half", "interleaved")
+ROPE_SCALINGS = ("none", "linear", "ntk", "dynamic", "yarn", "llama3")
+IMPLEMENTATIONS = ("dense", "blockwise", "banded", "linear")
+NORMALISERS = ("softmax", "sigmoid", "relu", "entmax15")
 MASKS = ("causal", "none", "inverted", "window", "prefix", "block_sparse")
 OPTIMIZERS = ("adam", "adamw", "sgd", "momentum")
 SCHEDULES = ("constant", "inverse_sqrt", "cosine", "wsd")
@@ -38,6 +41,8 @@ TERMS = {
     "label_smoothing": ("label_smoothing",),
     "z_loss": ("z_loss",),
     "clip": ("clip_norm",),
+    "attention_softcap": ("attention_softcap",),
+    "final_softcap": ("final_softcap",),
 }
 
 
@@ -62,7 +67,7 @@ class Config:
     """What changes the program. Zero means "derived" where the help says so.
 
     Raises ConfigError for a value out of range, an unknown kind, or settings at odds.
-    The shape letters D N K H F V P L are properties that give the derived sizes.
+    The shape letters D N K H F V P C E L are properties that give the derived sizes.
     """
 
     # --- the model -----------------------------------------------------------
@@ -77,17 +82,33 @@ class Config:
     d_ff: int = _number(0, "F, feed-forward width; 0: 4 d_model", low=0)
     ffn: str = _one_of("gelu", FFN_KINDS, "feed-forward kind")
     match_ffn_parameters: bool = _switch(False, "gated kinds take 2/3 of the width: equal weights")
+    num_experts: int = _number(0, "E, experts of the feed-forward layers; 0: one net for all tokens", low=0)
+    experts_per_token: int = _number(2, "experts that a token is sent to", low=1)
+    expert_capacity: float = _number(1.25, "slots of an expert in a row over its fair share; 0: none dropped", low=0.0)
     norm: str = _one_of("layernorm", NORMS, "normalisation")
     norm_placement: str = _one_of("pre", PLACEMENTS, "where the norms stand")
     norm_epsilon: float = _number(1e-5, "epsilon inside the root", low=0.0)
     positions: str = _one_of("rope", POSITIONS, "how positions enter")
     rope_layout: str = _one_of("half", ROPE_LAYOUTS, "which coordinates RoPE pairs")
     rope_fraction: float = _number(1.0, "part of a head that RoPE turns", low=0.0, high=1.0)
+    rope_scaling: str = _one_of("none", ROPE_SCALINGS, "how RoPE frequencies are stretched by rope_factor")
+    rope_original_positions: int = _number(1024, "positions that RoPE was trained on, before its scaling", low=1)
+    relative_buckets: int = _number(32, "C, buckets of the t5 positions; half of them a direction where both", low=4)
+    relative_distance: int = _number(128, "distance from which the t5 positions are one bucket", low=2)
     max_positions: int = _number(1024, "P, rows of the learned position table", low=1)
     tie_embeddings: bool = _switch(True, "the output layer is the embedding's transpose")
     scale_embeddings: bool = _switch(True, "multiply embeddings by sqrt(d_model)")
+    scale_logits: bool = _switch(False, "divide the logits by sqrt(d_model) where embeddings are tied, as T5 does")
     attention_bias: bool = _switch(False, "biases in the attention projections")
     ffn_bias: bool = _switch(True, "biases in the feed-forward layers")
+    qk_norm: bool = _switch(False, "RMS norm of every query and key head, with a learned scale")
+    attention_sink: bool = _switch(False, "one learned logit a head in the normaliser, with no value")
+    normaliser: str = _one_of("softmax", NORMALISERS, "how scores become weights")
+    attention_implementation: str = _one_of(
+        "dense", IMPLEMENTATIONS, "how attention is computed; linear is another function"
+    )
+    attention_block: int = _number(0, "queries and keys of a block or chunk; 0: the implementation's own", low=0)
+    band: int = _number(0, "keys that a query of banded attention reads; 0: the largest window asked for", low=0)
     mask: str = _one_of("causal", MASKS, "what the decoder's self-attention may see")
     block_size: int = _number(16, "block of the block_sparse mask", low=1)
     # --- numerics ------------------------------------------------------------
@@ -96,6 +117,7 @@ class Config:
     matmul_precision: str = _one_of("default", PRECISIONS, "XLA's matmul precision")
     scan_unroll: int = _number(1, "layers per iteration of the scan; 0: all", low=0)
     remat: bool = _switch(False, "recompute each layer in the backward pass")
+    loss_chunks: int = _number(1, "parts that the loss takes a batch's tokens in: logits are never whole", low=1)
     terms: tuple[str, ...] = dataclasses.field(
         default=(), metadata=_meta("optional terms in the program; follows the numbers", parts=tuple(TERMS))
     )
@@ -132,6 +154,17 @@ class Config:
             )
         if self.positions == "sinusoidal" and self.d_model % 2:
             raise ConfigError(f"sinusoidal positions need an even d_model, not {self.d_model}")
+        if self.positions == "t5" and self.relative_buckets % 2:
+            raise ConfigError(f"relative_buckets={self.relative_buckets} is odd: half of them are exact distances")
+        if self.positions == "t5" and self.relative_distance <= self.relative_buckets // 2:
+            raise ConfigError(
+                f"relative_distance={self.relative_distance} leaves nothing to the wide ones of "
+                f"relative_buckets={self.relative_buckets}: it must be above half of them"
+            )
+        if 0 < self.num_experts < self.experts_per_token:
+            raise ConfigError(f"experts_per_token={self.experts_per_token} of num_experts={self.num_experts}")
+        if self.rope_scaling != "none" and self.positions != "rope":
+            raise ConfigError(f"rope_scaling={self.rope_scaling} with positions={self.positions}: nothing to scale")
         if self.warmup_steps > self.steps and self.schedule != "constant":
             raise ConfigError(f"warmup_steps={self.warmup_steps} is past steps={self.steps}")
         if self.schedule == "wsd" and self.warmup_steps + self.decay > self.steps:
@@ -171,6 +204,14 @@ class Config:
     @property
     def P(self) -> int:
         return self.max_positions
+
+    @property
+    def C(self) -> int:
+        return self.relative_buckets
+
+    @property
+    def E(self) -> int:
+        return self.num_experts
 
     @property
     def L(self) -> int:
@@ -214,7 +255,15 @@ class Hyper:
     learning_rate: Any = _hyper(1e-3, "peak learning rate", low=0.0)
     attention_temperature: Any = _hyper(1.0, "temperature of the attention softmax", above=0.0)
     dk_exponent: Any = _hyper(0.5, "scores are multiplied by d_k to minus this: 0.5 on, 0 off", low=-2.0, high=2.0)
+    attention_softcap: Any = _hyper(0.0, "scores become cap tanh(scores / cap); 0: as they are", low=0.0)
+    final_softcap: Any = _hyper(0.0, "logits become cap tanh(logits / cap); 0: as they are", low=0.0)
     rope_base: Any = _hyper(10000.0, "base of the RoPE frequencies", above=0.0)
+    rope_factor: Any = _hyper(1.0, "how many times longer rope_scaling makes the context", low=1.0)
+    rope_slow: Any = _hyper(
+        0.0, "turns in the original context below which a pair is scaled; 0: the kind's own", low=0.0
+    )
+    rope_fast: Any = _hyper(0.0, "turns in the original context above which a pair is kept; 0: the kind's own", low=0.0)
+    rope_attention_factor: Any = _hyper(0.0, "what yarn multiplies queries and keys by; 0: 0.1 ln(factor) + 1", low=0.0)
     window: Any = _hyper(16, "keys that the window mask shows, the query's own included", low=1)
     prefix: Any = _hyper(8, "positions that the prefix mask shows to all", low=0)
     dropout_rate: Any = _hyper(0.0, "dropout of embeddings and sub-layer outputs", low=0.0, below=1.0)
@@ -222,6 +271,8 @@ class Hyper:
     activation_dropout_rate: Any = _hyper(0.0, "dropout inside the feed-forward layer", low=0.0, below=1.0)
     label_smoothing: Any = _hyper(0.0, "mass moved from the target to all V classes", low=0.0, below=1.0)
     z_loss: Any = _hyper(0.0, "weight of the squared log partition", low=0.0)
+    load_balance: Any = _hyper(0.01, "weight of the experts' load-balancing loss", low=0.0)
+    router_z_loss: Any = _hyper(0.001, "weight of the router's squared log partition", low=0.0)
     clip_norm: Any = _hyper(0.0, "largest global gradient norm; 0: no clipping", low=0.0)
     weight_decay: Any = _hyper(0.01, "decoupled decay of adamw", low=0.0)
     b1: Any = _hyper(0.9, "Adam's first decay", low=0.0, below=1.0)
@@ -271,14 +322,26 @@ def check_ranges(settings: Config | Hyper) -> None:
 
 
 def with_terms(config: Config, hypers: Iterable[Hyper]) -> Config:
-    """Config with the terms that any of `hypers` (plain numbers) uses, kept in TERMS' order."""
+    """Config as the plain numbers of `hypers` need it: the terms that any uses, and the band of its windows.
+
+    Raises ConfigError for a window that no row can hold, or that a given band does not.
+    """
     hypers = list(hypers)
     used = tuple(
         term
         for term, names in TERMS.items()
         if term in config.terms or any(getattr(h, name) != NEUTRAL for h in hypers for name in names)
     )
-    return config.replace(terms=used)
+    band = config.band
+    if config.mask == "window" and hypers:
+        widest = int(max(h.window for h in hypers))
+        if widest > config.seq_len:
+            raise ConfigError(f"window={widest} is wider than a row: seq_len={config.seq_len}")
+        if config.attention_implementation == "banded":
+            band = band or widest
+            if band < widest:
+                raise ConfigError(f"band={band} is narrower than window={widest}")
+    return config.replace(terms=used, band=band)
 
 
 def to_dict(settings: Config | Hyper) -> dict[str, Any]:
@@ -298,51 +361,3 @@ def from_dict(kind: type, values: Mapping[str, Any]) -> Any:
     made = kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
     check_ranges(made)
     return made
-
-
-PRESETS: dict[str, Config] = {
-    # Small enough for a test, with every part present.
-    "tiny": Config(vocab_size=64, d_model=32, num_layers=2, num_heads=2, d_ff=64, seq_len=16),
-    # Article S0's running example, Mini-LLaMA-0.04B: 41.8 M parameters.
-    "mini_llama_40m": Config(
-        vocab_size=6400,
-        d_model=512,
-        num_layers=12,
-        num_heads=8,
-        d_ff=1408,
-        ffn="swiglu",
-        ffn_bias=False,
-        norm="rmsnorm",
-        scale_embeddings=False,
-        optimizer="adamw",
-        schedule="cosine",
-        steps=2000,
-        warmup_steps=100,
-        seq_len=256,
-    ),
-    # Vaswani et al. 2017, table 3 "base". With D=512, F=2048, L=6, h d_k = D and no biases
-    # in attention: V D + L(4D^2 + (2DF+F+D) + 4D) + L(8D^2 + (2DF+F+D) + 6D)
-    # = 63,045,632 at V = 37,000.
-    "vaswani_base": Config(
-        architecture="encoder_decoder",
-        vocab_size=37000,
-        d_model=512,
-        num_layers=6,
-        num_heads=8,
-        d_ff=2048,
-        ffn="relu",
-        norm_placement="post",
-        positions="sinusoidal",
-        schedule="inverse_sqrt",
-        steps=100_000,
-        warmup_steps=4000,
-        task="copy",
-    ),
-}
-
-
-def preset(name: str) -> Config:
-    """A named Config; an unknown name is refused with its nearest one."""
-    if name not in PRESETS:
-        raise unknown("preset", name, PRESETS)
-    return PRESETS[name]

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from flax import struct
 
 from transformer_jax import keys, positions
-from transformer_jax.config import Config
+from transformer_jax.config import Config, Hyper
 from transformer_jax.numerics import product_f32
+from transformer_jax.scores import softcap
 
 
 @struct.dataclass
@@ -50,8 +51,14 @@ def embed(params: Embedding, tokens_BT: jax.Array, positions_BT: jax.Array, conf
     return x.astype(config.compute_dtype)
 
 
-def unembed(params: Embedding, x_BTD: jax.Array) -> jax.Array:
-    """[B, T, D] -> logits [B, T, V] in float32."""
+def unembed(params: Embedding, x_BTD: jax.Array, config: Config, hyper: Hyper) -> jax.Array:
+    """[B, T, D] -> logits [B, T, V] in float32, soft-capped where the config has the term.
+
+    Tied, they are x.embed, with scale_logits over sqrt(D) (T5); untied, x.wout and no factor.
+    """
     if params.wout_DV is None:
-        return product_f32("btd,vd->btv", x_BTD, params.embed_VD)
-    return product_f32("btd,dv->btv", x_BTD, params.wout_DV)
+        logits = product_f32("btd,vd->btv", x_BTD, params.embed_VD)
+        logits = logits * config.D**-0.5 if config.scale_logits else logits
+    else:
+        logits = product_f32("btd,dv->btv", x_BTD, params.wout_DV)
+    return softcap(logits, hyper.final_softcap) if config.has("final_softcap") else logits

@@ -12,7 +12,7 @@ arbitrary masks.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.core
@@ -85,6 +85,10 @@ class Padding:
 
     lengths_B: jax.Array
 
+    @property
+    def rows(self) -> int:
+        return self.lengths_B.shape[0]
+
     def allows(self, block: Block) -> jax.Array:
         return block.k_slots_S[None, None, None, :] < self.lengths_B[:, None, None, None]
 
@@ -99,6 +103,10 @@ class Segments:
     @property
     def shape(self) -> tuple[int, int]:
         return self.q_ids_BT.shape[1], self.k_ids_BS.shape[1]
+
+    @property
+    def rows(self) -> int:
+        return max(self.q_ids_BT.shape[0], self.k_ids_BS.shape[0])
 
     def allows(self, block: Block) -> jax.Array:
         q = self.q_ids_BT[:, block.q_slots_T][:, None, :, None]
@@ -119,9 +127,14 @@ class BlockSparse:
 
 @struct.dataclass
 class Dense:
-    """Any boolean array [B or 1, N or 1, T, S]."""
+    """Any boolean array [B or 1, N or 1, T or 1, S or 1]; a side of length 1 is stretched."""
 
     allowed: jax.Array
+    stretches = True
+
+    @property
+    def rows(self) -> int:
+        return self.allowed.shape[0]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -139,32 +152,76 @@ DATA_DEPENDENT = (Padding, Segments, Dense)
 
 
 @struct.dataclass
-class Mask:
-    """A conjunction of parts; no parts: everything may attend to everything.
+class Placed:
+    """Parts evaluated on blocks of slots, and where the slots stand: what a Mask and a Bias have in common.
 
     q_positions_BT, k_positions_BS: integer positions of the slots (None: the slots
-    themselves). Both masks of an `&` must agree on them.
+    themselves). Both sides of a composition must agree on them.
     """
 
     parts: tuple[Any, ...] = ()
     q_positions_BT: jax.Array | None = None
     k_positions_BS: jax.Array | None = None
 
-    def __and__(self, other: "Mask") -> "Mask":
+    def at(self, q_positions_BT: jax.Array | None, k_positions_BS: jax.Array | None) -> Self:
+        """The same over slots with the given positions ([B or 1, T] and [B or 1, S], integers)."""
+        return dataclasses.replace(self, q_positions_BT=q_positions_BT, k_positions_BS=k_positions_BS)
+
+    def check(self, T: int, S: int, B: int | None = None) -> None:
+        """Raise ConfigError where a part or a position table does not fit T queries, S keys and B rows."""
+        tables = (("query", self.q_positions_BT, T), ("key", self.k_positions_BS, S))
+        for side, table, slots in tables:
+            if table is not None and table.shape[1] != slots:
+                raise ConfigError(f"{side} positions of {table.shape[1]} slots in an attention of {(T, S)}")
+        rows = [(f"{side} positions", table.shape[0]) for side, table, _ in tables if table is not None]
+        for part in self.parts:
+            kind = f"a {type(part).__name__} {type(self).__name__.lower()}"
+            held, stretches = getattr(part, "shape", (T, S)), getattr(part, "stretches", False)
+            if any(n != wanted and not (n == 1 and stretches) for n, wanted in zip(held, (T, S), strict=True)):
+                raise ConfigError(f"{kind} of {tuple(held)} in an attention of {(T, S)}")
+            rows += [(kind, part.rows)] if hasattr(part, "rows") else []
+            lengths = known(part.lengths_B) if isinstance(part, Padding) else None
+            if lengths is not None and (np.any(lengths < 0) or np.any(lengths > S)):
+                raise ConfigError(f"lengths {lengths.tolist()} of rows with {S} keys")
+        for name, size in rows:
+            if B is not None and size not in (1, B):
+                raise ConfigError(f"{name} of {size} rows in a batch of {B}")
+
+    def _with(self, other: Self) -> Self:
+        """The parts of both, in order, over the positions that either has."""
+
         def either(a: Any, b: Any, side: str) -> Any:
             if a is not None and b is not None and a is not b:
-                raise ConfigError(f"two masks with {side} positions of their own: set them once, with .at()")
+                kind = type(self).__name__.lower()
+                raise ConfigError(f"{side} positions in both parts of a {kind}: set them once, with .at()")
             return b if a is None else a
 
-        return Mask(
+        return type(self)(
             self.parts + other.parts,
             either(self.q_positions_BT, other.q_positions_BT, "query"),
             either(self.k_positions_BS, other.k_positions_BS, "key"),
         )
 
-    def at(self, q_positions_BT: jax.Array | None, k_positions_BS: jax.Array | None) -> "Mask":
-        """This mask over slots with the given positions ([B or 1, T] and [B or 1, S], integers)."""
-        return dataclasses.replace(self, q_positions_BT=q_positions_BT, k_positions_BS=k_positions_BS)
+    def _place(self, q_slots_T: jax.Array, k_slots_S: jax.Array) -> Block:
+        """The block of these slots, each at its position."""
+
+        def positions(table: jax.Array | None, slots: jax.Array) -> jax.Array:
+            return slots[None] if table is None else table[:, slots]
+
+        return Block(
+            q_slots_T,
+            k_slots_S,
+            positions(self.q_positions_BT, q_slots_T)[:, None, :, None],
+            positions(self.k_positions_BS, k_slots_S)[:, None, None, :],
+        )
+
+
+@struct.dataclass
+class Mask(Placed):
+    """A conjunction of parts; no parts: everything may attend to everything."""
+
+    def __and__(self, other: Self) -> Self:
+        return self._with(other)
 
     @property
     def is_full(self) -> bool:
@@ -178,16 +235,7 @@ class Mask:
 
     def block(self, q_slots_T: jax.Array, k_slots_S: jax.Array) -> jax.Array:
         """Booleans [B or 1, N or 1, T, S] for a block of query slots against a block of key slots."""
-
-        def positions(table: jax.Array | None, slots: jax.Array) -> jax.Array:
-            return slots[None] if table is None else table[:, slots]
-
-        block = Block(
-            q_slots_T,
-            k_slots_S,
-            positions(self.q_positions_BT, q_slots_T)[:, None, :, None],
-            positions(self.k_positions_BS, k_slots_S)[:, None, None, :],
-        )
+        block = self._place(q_slots_T, k_slots_S)
         allowed = jnp.ones((1, 1, len(q_slots_T), len(k_slots_S)), bool)
         for part in self.parts:
             allowed = allowed & part.allows(block)
@@ -195,13 +243,7 @@ class Mask:
 
     def dense(self, T: int, S: int) -> jax.Array:
         """The whole mask as booleans [B or 1, N or 1, T, S]. Raises ConfigError where a part has another size."""
-        for side, table, slots in (("query", self.q_positions_BT, T), ("key", self.k_positions_BS, S)):
-            if table is not None and table.shape[1] != slots:
-                raise ConfigError(f"{side} positions of {table.shape[1]} slots in an attention of {(T, S)}")
-        for part in self.parts:
-            held = getattr(part, "shape", (1, 1))
-            if held[0] not in (1, T) or held[1] not in (1, S):
-                raise ConfigError(f"a {type(part).__name__} mask of {tuple(held)} in an attention of {(T, S)}")
+        self.check(T, S)
         return self.block(jnp.arange(T), jnp.arange(S))
 
     def pairs(self, T: int, S: int, rows: int = 256) -> int:
@@ -212,9 +254,14 @@ class Mask:
         return sum(int(np.count_nonzero(np.asarray(block))) for block in blocks)
 
 
+def known(value: ArrayLike) -> np.ndarray | None:
+    """The value where it is a number (or array) already, None where it is traced."""
+    return None if isinstance(value, jax.core.Tracer) else np.asarray(value)
+
+
 def _positive(name: str, value: ArrayLike, low: int) -> ArrayLike:
     """`value`, refused where it is a known number below `low`; traced values pass."""
-    if not isinstance(value, jax.core.Tracer) and np.any(np.asarray(value) < low):
+    if (number := known(value)) is not None and np.any(number < low):
         raise ConfigError(f"{name}={value} is out of range: at least {low}")
     return value
 

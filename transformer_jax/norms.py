@@ -32,14 +32,18 @@ def norm(params: Norm, x_BTD: jax.Array, config: Config) -> jax.Array:
     The variance is the mean of squared deviations, so that it is never negative: a
     constant row gives the bias, with a finite gradient.
     """
+    if params.bias_D is None:
+        return rms(x_BTD, params.scale_D, config.norm_epsilon)
     x = x_BTD.astype(jnp.float32)
-    if config.norm == "layernorm":
-        x = x - jnp.mean(x, axis=-1, keepdims=True)
-    x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + config.norm_epsilon)
-    x = x * _like(params.scale_D, x)
-    if params.bias_D is not None:
-        x = x + _like(params.bias_D, x)
-    return x.astype(x_BTD.dtype)
+    x = x - jnp.mean(x, axis=-1, keepdims=True)
+    return (rms(x, params.scale_D, config.norm_epsilon) + _like(params.bias_D, x)).astype(x_BTD.dtype)
+
+
+def rms(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
+    """RMSNorm of the last axis with a scale of its width; same shape and type as x."""
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + epsilon)
+    return (y * _like(scale, y)).astype(x.dtype)
 
 
 def _like(w_D: jax.Array, x: jax.Array) -> jax.Array:

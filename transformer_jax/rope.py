@@ -14,30 +14,55 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax.typing import ArrayLike
 
+from transformer_jax.config import Config, Hyper
+from transformer_jax.errors import ConfigError
+from transformer_jax.rope_scaling import Scaled, frequencies, scaled_frequencies
+
 
 class Rotation(NamedTuple):
-    """cos and sin of the angles, float32 [B or 1, T, R/2]."""
+    """cos and sin of the angles, times the attention factor of a scaling: float32 [B or 1, T, R/2]."""
 
     cos: jax.Array
     sin: jax.Array
 
 
-def frequencies(rotated: int, base: ArrayLike) -> jax.Array:
-    """base**(-2i/R) for i in 0…R/2-1: float32 [R/2], radians per position."""
-    exponents = jnp.arange(0, rotated, 2, dtype=jnp.float32) / rotated
-    return jnp.exp(-exponents * jnp.log(jnp.asarray(base, jnp.float32)))
-
-
-def rotation(positions_BT: jax.Array, rotated: int, base: ArrayLike) -> Rotation:
+def rotation(positions_BT: jax.Array, rotated: int, base: ArrayLike, scaled: Scaled | None = None) -> Rotation:
     """Angles of integer positions [B or 1, T].
 
-    Positions stay integers until the angle, and angles are float32 whatever the compute
-    type: bfloat16 positions alias from 257 on. Raises TypeError for other positions.
+    scaled: frequencies to turn by instead of the base's own, [R/2] or [B or 1, R/2], and the
+    attention factor. Positions stay integers until the angle, and angles are float32 whatever the
+    compute type: bfloat16 positions alias from 257 on. Raises TypeError for other positions,
+    ConfigError for frequencies of another width.
     """
     if not jnp.issubdtype(positions_BT.dtype, jnp.integer):
         raise TypeError(f"positions are {positions_BT.dtype}: they stay integers until the angle")
-    angles = positions_BT[..., None].astype(jnp.float32) * frequencies(rotated, base)[None, None, :]
-    return Rotation(jnp.cos(angles), jnp.sin(angles))
+    turns, attention_factor = (frequencies(rotated, base), None) if scaled is None else scaled
+    if turns.shape[-1] != rotated // 2:
+        raise ConfigError(f"{turns.shape[-1]} RoPE frequencies for {rotated} rotated coordinates")
+    turns = turns[None, None] if turns.ndim == 1 else turns[:, None]
+    angles = positions_BT[..., None].astype(jnp.float32) * turns
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return Rotation(cos, sin) if attention_factor is None else Rotation(cos * attention_factor, sin * attention_factor)
+
+
+def from_config(positions_BT: jax.Array, config: Config, hyper: Hyper) -> Rotation:
+    """Angles of integer positions [B or 1, T] with the scaling that the settings name.
+
+    The length that dynamic scaling reads is a row's own largest position + 1, so that no row's
+    result depends on its neighbours.
+    """
+    scaled = scaled_frequencies(
+        config.rope_scaling,
+        config.rotated,
+        hyper.rope_base,
+        factor=hyper.rope_factor,
+        original=config.rope_original_positions,
+        slow=hyper.rope_slow,
+        fast=hyper.rope_fast,
+        attention_factor=hyper.rope_attention_factor,
+        length=jnp.max(positions_BT, axis=1) + 1 if config.rope_scaling == "dynamic" else None,
+    )
+    return rotation(positions_BT, config.rotated, hyper.rope_base, scaled)
 
 
 def rotate(x_BTNH: jax.Array, turn: Rotation, layout: str) -> jax.Array:

@@ -1,5 +1,6 @@
 """A run as a pure function: init_state, train_step, eval_step, run. No mesh, no files, no flags."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -11,7 +12,8 @@ from flax import struct
 from transformer_jax import keys
 from transformer_jax.batch import Batch
 from transformer_jax.config import Config, Hyper
-from transformer_jax.encoder_decoder import Constrain, Transformer, forward, init_transformer
+from transformer_jax.encoder_decoder import Transformer, hidden, init_transformer, logits_of
+from transformer_jax.layers import Constrain
 from transformer_jax.losses import Sums, cross_entropy
 from transformer_jax.optim import clip, global_norm, learning_rate, optimizer
 
@@ -51,17 +53,48 @@ def token_sums(
     key: jax.Array | None = None,
     constrain: Constrain = lambda x, letters: x,
 ) -> Sums:
-    """Forward and loss: sums over the batch's counted tokens."""
+    """Forward and loss: sums over the batch's counted tokens.
+
+    With config.loss_chunks the logits of a part of the positions exist at a time, and are
+    computed again in the backward pass. Experts add their losses for each routed token.
+    """
     with jax.default_matmul_precision(config.matmul_precision):
-        logits, _ = forward(params, config, hyper, batch, key, constrain=constrain)
-        with jax.named_scope("loss"):
-            return cross_entropy(
-                logits,
-                batch.targets_BT,
-                batch.weights_BT,
-                label_smoothing=hyper.label_smoothing if config.has("label_smoothing") else None,
-                z_loss=hyper.z_loss if config.has("z_loss") else None,
-            )
+        x, seen = hidden(params, config, hyper, batch, key, constrain=constrain)
+
+        def of(x: jax.Array, targets: jax.Array, weights: jax.Array) -> Sums:
+            logits = constrain(logits_of(params, config, hyper, x), "BTV")
+            with jax.named_scope("loss"):
+                return cross_entropy(
+                    logits,
+                    targets,
+                    weights,
+                    label_smoothing=hyper.label_smoothing if config.has("label_smoothing") else None,
+                    z_loss=hyper.z_loss if config.has("z_loss") else None,
+                )
+
+        sums = in_chunks(of, config.loss_chunks, x, batch.targets_BT, batch.weights_BT)
+    if seen.experts is None:
+        return sums
+    return dataclasses.replace(sums, objective=sums.objective + seen.experts.weighted(hyper))
+
+
+def in_chunks(of: Callable[..., Sums], chunks: int, *arrays: jax.Array) -> Sums:
+    """of(*arrays) as a sum over `chunks` parts of their axis 1 (T), one part in memory at a time.
+
+    Where T is no multiple the last part is filled with zeros, which weigh nothing.
+    """
+    if chunks == 1:
+        return of(*arrays)
+    T = arrays[0].shape[1]
+    size = -(-T // chunks)
+
+    def parts(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, [(0, 0), (0, chunks * size - T), *[(0, 0)] * (x.ndim - 2)])
+        return jnp.moveaxis(x.reshape(x.shape[0], chunks, size, *x.shape[2:]), 1, 0)
+
+    part = jax.checkpoint(of)
+    add = lambda sums, xs: (sums + part(*xs), None)  # noqa: E731
+    return jax.lax.scan(add, Sums.zero(), tuple(map(parts, arrays)))[0]
 
 
 def gradients(

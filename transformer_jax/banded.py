@@ -1,0 +1,105 @@
+"""Sliding-window attention that costs T times the window, forward and backward.
+
+Queries are cut into blocks; each block meets only the keys that the band can reach, as dense
+attention of a small size. The neighbours' keys are laid beside each other by shifting whole
+blocks, not by slicing inside a loop: the transpose of a slice writes a whole array of zeros
+for every block, and the backward pass would be quadratic again.
+"""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jax.typing import ArrayLike
+
+from transformer_jax.blockwise import Dropout
+from transformer_jax.dense import dense_block
+from transformer_jax.errors import ConfigError
+from transformer_jax.masks import Causal, Mask, Window, known
+from transformer_jax.relative import Bias
+from transformer_jax.scores import Scoring
+
+
+def width_of(mask: Mask, band: int, T: int) -> int:
+    """Static number of keys that a query reaches on one side, its own included.
+
+    band: asked for, 0 if not. Raises ConfigError without a window, for a traced window without
+    a band, and for a band that is too narrow for the window or beyond T.
+    """
+    widths = [part.width for part in mask.parts if isinstance(part, Window)]
+    if not widths:
+        raise ConfigError("banded attention needs a window mask: masks.window(width), or another implementation")
+    fixed = [int(number) for width in widths if (number := known(width)) is not None]
+    needed = min(fixed) if fixed else None
+    if needed is None and not band:
+        raise ConfigError("banded attention of a traced window needs `band`, the widest that it may become")
+    width = band or needed or 0
+    if needed is not None and width < needed:
+        raise ConfigError(f"band={band} is narrower than the window of {needed}")
+    if width > T:
+        raise ConfigError(f"a window of {width} in a row of {T}: dense attention does the same for less")
+    return width
+
+
+def banded(
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    mask: Mask,
+    scoring: Scoring,
+    *,
+    bias: Bias | None = None,
+    dropout: Dropout | None = None,
+    block: int = 0,
+    band: int = 0,
+) -> jax.Array:
+    """[B, T, N, H], equal to dense attention under a mask that has a window; O(T (band + block)) time and memory.
+
+    block: queries taken together; 0: half the band, from 16 to 512. A traced window wider than
+    the band gives NaN: wrong weights are never silent.
+    """
+    T = q_BTNH.shape[1]
+    mask.check(T, T)
+    width = width_of(mask, band, T)
+    size = min(block or max(16, min(512, math.ceil(width / 2))), T)
+    reach = math.ceil((width - 1) / size)  # blocks of keys before the query's own
+    after = 0 if any(isinstance(part, Causal) for part in mask.parts) else reach
+    blocks = math.ceil(T / size)
+
+    def neighbours(x: jax.Array) -> jax.Array:
+        """[B, T, …] -> [blocks, B, (reach + 1 + after) size, …], zeros outside the row."""
+        padding = [(0, 0)] * x.ndim
+        padding[1] = (reach * size, blocks * size - T + after * size)
+        x = jnp.pad(x, padding)
+        shifted = [x[:, i * size : (i + blocks) * size] for i in range(reach + 1 + after)]
+        return rearrange(shifted, "shift b (blocks t) ... -> blocks b (shift t) ...", t=size)
+
+    def queries(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, [(0, 0), (0, blocks * size - T), (0, 0), (0, 0)])
+        return rearrange(x, "b (blocks t) ... -> blocks b t ...", t=size)
+
+    q_slots = jnp.arange(blocks * size).reshape(blocks, size)
+    k_slots = q_slots[:, :1] + jnp.arange(-reach * size, (1 + after) * size)[None]
+
+    def one(q: jax.Array, k: jax.Array, v: jax.Array, q_slots: jax.Array, k_slots: jax.Array) -> jax.Array:
+        inside = ((k_slots >= 0) & (k_slots < T))[None, None, None, :]
+        k_slots = jnp.clip(k_slots, 0, T - 1)
+        allowed = mask.block(q_slots, k_slots) & inside
+        at = None if bias is None else bias.block(q_slots, k_slots)
+        drop = None if dropout is None else partial(dropout, q_slots_T=q_slots, k_slots_S=k_slots, T=T)
+        return dense_block(q, k, v, allowed, scoring, bias=at, drop=drop, hides_keys=mask.hides_keys)[0]
+
+    out = jax.vmap(one)(queries(q_BTNH), neighbours(k_BTKH), neighbours(v_BTKH), q_slots, k_slots)
+    out = rearrange(out, "blocks b t n h -> b (blocks t) n h")[:, :T]
+    return _loud(out, mask, width)
+
+
+def _loud(out: jax.Array, mask: Mask, width: int) -> jax.Array:
+    """NaN where a traced window is wider than the band that was computed."""
+    traced: list[ArrayLike] = [p.width for p in mask.parts if isinstance(p, Window) and known(p.width) is None]
+    if not traced or len(traced) < sum(isinstance(p, Window) for p in mask.parts):
+        return out
+    narrowest = jnp.min(jnp.stack([jnp.asarray(w) for w in traced]))
+    return jnp.where(narrowest <= width, out, jnp.nan)

@@ -1,0 +1,210 @@
+"""Attention in blocks of keys: the same function as dense, in memory linear in the length.
+
+No [T, S] array exists: the mask and the bias are asked for a block of positions at a time.
+Two passes over the keys (Rabe & Staats 2021, Dao et al. 2022 hold one online sum instead):
+
+    1. the largest score of each row, without gradient;
+    2. sums of powers and of powers times values, relative to it.
+
+As the second pass only adds, its backward pass needs nothing but the blocks' inputs: one
+`jax.checkpoint` a block makes both directions linear, without a custom gradient, and with
+derivatives of any order. A block in which the mask allows nothing is skipped, forward and
+backward, so that a causal mask costs half and a window its width.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jax.typing import ArrayLike
+
+from transformer_jax import keys
+from transformer_jax.masks import Mask
+from transformer_jax.numerics import product_f32
+from transformer_jax.relative import Bias
+from transformer_jax.scores import Scoring, attention_scores
+
+BLOCK = 256
+
+
+class Dropout(NamedTuple):
+    """Dropout of weights by bits that belong to a (row, head, query, key), whatever the implementation."""
+
+    key: jax.Array
+    rate: ArrayLike
+
+    def __call__(self, weights_BNTS: jax.Array, q_slots_T: jax.Array, k_slots_S: jax.Array, T: int) -> jax.Array:
+        """weights of a block, some 0 and the others over 1 - rate; T: queries of the whole row."""
+        B, N = weights_BNTS.shape[:2]
+        rows = jnp.arange(B * N, dtype=jnp.uint32).reshape(B, N, 1, 1) * jnp.uint32(T)
+        rows = rows + q_slots_T.astype(jnp.uint32)[None, None, :, None]
+        columns = k_slots_S.astype(jnp.uint32)[None, None, None, :]
+        return keys.dropout_at(weights_BNTS, self.rate, self.key, "attention", rows, columns)
+
+
+class _Keys(NamedTuple):
+    """A block of keys and values, with its slots."""
+
+    k_BSKH: jax.Array
+    v_BSKH: jax.Array
+    slots_S: jax.Array
+
+
+def blockwise(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    mask: Mask,
+    scoring: Scoring,
+    *,
+    bias: Bias | None = None,
+    dropout: Dropout | None = None,
+    block: int = 0,
+) -> jax.Array:
+    """[B, T, N, H], equal to dense attention; memory O((T + S) H + block²) for each row and head.
+
+    block: queries and keys taken at a time; 0: 256. Lengths need not be multiples of it.
+    The normaliser is softmax (a sink is allowed), sigmoid or relu.
+    """
+    T, S = q_BTNH.shape[1], k_BSKH.shape[1]
+    mask.check(T, S)
+    if bias is not None:
+        bias.check(T, S)
+    q_size, k_size = min(block or BLOCK, T), min(block or BLOCK, S)
+    rest = _Keys(_blocks(k_BSKH, k_size), _blocks(v_BSKH, k_size), _slots(S, k_size))
+    shared = _Block(mask, bias, scoring, dropout, T, S if S % k_size else None)
+    xs = (_blocks(q_BTNH, q_size), _slots(T, q_size))
+    out = jax.lax.map(lambda x: _query_block(x[0], x[1], rest, shared), xs)
+    return rearrange(out, "blocks b t n h -> b (blocks t) n h")[:, :T]
+
+
+def _blocks(x: jax.Array, size: int) -> jax.Array:
+    """[B, T, …] -> [blocks, B, size, …], with zeros at the end where T is no multiple of size."""
+    padding = [(0, 0)] * x.ndim
+    padding[1] = (0, -x.shape[1] % size)
+    return rearrange(jnp.pad(x, padding), "b (blocks t) ... -> blocks b t ...", t=size)
+
+
+def _slots(T: int, size: int) -> jax.Array:
+    """[blocks, size]; the last block may run past T."""
+    return jnp.arange(T + -T % size).reshape(-1, size)
+
+
+class _Block(NamedTuple):
+    """What is the same for every pair of a query block and a key block."""
+
+    mask: Mask
+    bias: Bias | None
+    scoring: Scoring
+    dropout: Dropout | None
+    T: int
+    end: int | None  # the number of keys, where the last block is not full
+
+    def allowed(self, q_slots: jax.Array, k_slots: jax.Array) -> jax.Array:
+        allowed = self.mask.block(q_slots, k_slots)
+        return allowed if self.end is None else allowed & (k_slots < self.end)[None, None, None, :]
+
+    def scores(self, q: jax.Array, q_slots: jax.Array, kv: _Keys, allowed: jax.Array) -> jax.Array:
+        """Float32 scores, -inf where masked."""
+        bias = None if self.bias is None else self.bias.block(q_slots, kv.slots_S)
+        scores = attention_scores(q, self.shown(kv.k_BSKH, allowed), self.scoring, bias)
+        return jnp.where(allowed, scores, -jnp.inf)
+
+    def shown(self, x_BSKH: jax.Array, allowed: jax.Array) -> jax.Array:
+        """Keys or values with those that no query of the block may see set to 0: NaN in padding stays there."""
+        if not self.mask.hides_keys:
+            return x_BSKH
+        return jnp.where(jnp.any(allowed, axis=(1, 2))[:, :, None, None], x_BSKH, 0)
+
+    def unless_empty(self, allowed: jax.Array, compute: Callable, otherwise):
+        """compute() where the block allows anything, else `otherwise`: a branch that is really not taken."""
+        if self.mask.is_full:
+            return compute()
+        return jax.lax.cond(jnp.any(allowed), compute, lambda: otherwise)
+
+
+def _query_block(q: jax.Array, q_slots: jax.Array, rest: _Keys, block: _Block) -> jax.Array:
+    """[B, size, N, H] of a block of queries against all keys."""
+    (B, size, N, _), K, H = q.shape, rest.v_BSKH.shape[-2], rest.v_BSKH.shape[-1]
+    scoring = block.scoring
+    column = jnp.zeros((B, N, size, 1), jnp.float32)
+    sink = None if scoring.sink_N is None else scoring.sink_N.astype(jnp.float32)[None, :, None, None]
+    top = count = column
+    if scoring.normaliser == "softmax":
+        still_q, still_rest, still = jax.lax.stop_gradient((q, rest, block._replace(dropout=None)))
+
+        def higher(top: jax.Array, kv: _Keys) -> jax.Array:
+            q, kv, slots = _tied(still_q, kv, q_slots)
+            allowed = still.allowed(slots, kv.slots_S)
+
+            def largest() -> jax.Array:
+                return jnp.maximum(top, jnp.max(still.scores(q, slots, kv, allowed), axis=-1, keepdims=True))
+
+            return still.unless_empty(allowed, largest, top)
+
+        first = jnp.full_like(column, -jnp.inf) if sink is None else column + jax.lax.stop_gradient(sink)
+        top = _fold(higher, first, still_rest)
+        # A row that allows nothing, or only what a bias of -inf forbids, has no largest score.
+        top = jnp.where(jnp.isneginf(top), 0, top)
+    elif scoring.normaliser == "sigmoid":
+
+        def more(count: jax.Array, kv: _Keys) -> jax.Array:
+            _, kv, slots = _tied(q, kv, q_slots)
+            return count + jnp.sum(block.allowed(slots, kv.slots_S), axis=-1, keepdims=True)
+
+        count = jnp.maximum(_fold(more, count, rest), 1)
+
+    def powers(scores: jax.Array, allowed: jax.Array) -> jax.Array:
+        if scoring.normaliser == "softmax":
+            return jnp.exp(scores - top)
+        # Scores of -inf have no finite derivative in these two: masked once more, before and after.
+        scores = jnp.where(allowed, scores, 0)
+        made = jax.nn.relu(scores) if scoring.normaliser == "relu" else jax.nn.sigmoid(scores - jnp.log(count))
+        return jnp.where(allowed, made, 0)
+
+    @jax.checkpoint
+    def part(q: jax.Array, kv: _Keys) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """What a block of keys adds: sum of powers, powers times values; and whether a row saw any of it."""
+        q, kv, slots = _tied(q, kv, q_slots)
+        allowed = block.allowed(slots, kv.slots_S)
+
+        def compute() -> tuple[jax.Array, jax.Array, jax.Array]:
+            p = powers(block.scores(q, slots, kv, allowed), allowed)
+            total = jnp.sum(p, axis=-1, keepdims=True)
+            if block.dropout is not None:
+                p = block.dropout(p, slots, kv.slots_S, block.T)
+            v = block.shown(kv.v_BSKH, allowed)
+            grouped = rearrange(p.astype(v.dtype), "b (k g) t s -> b k g t s", k=K)
+            out = rearrange(product_f32("bkgts,bskh->bkgth", grouped, v), "b k g t h -> b (k g) t h")
+            some = jnp.broadcast_to(jnp.any(allowed, axis=-1, keepdims=True), column.shape)
+            return total, out, some.astype(jnp.float32)
+
+        nothing = (column, jnp.zeros((B, N, size, H), jnp.float32), column)
+        return block.unless_empty(allowed, compute, nothing)
+
+    zero = (column, jnp.zeros((B, N, size, H), jnp.float32), column)
+    total, out, some = _fold(lambda sums, kv: jax.tree.map(jnp.add, sums, part(q, kv)), zero, rest)
+    if sink is not None:
+        out = out / (total + jnp.exp(sink - top))
+    elif scoring.normaliser == "softmax":
+        # As in dense attention: no key, no weight; keys whose scores are all -inf, NaN.
+        out = out / jnp.where(some > 0, total, 1)
+    elif scoring.normaliser == "relu":
+        out = out / jnp.where(total > 0, total, 1)
+    return rearrange(out, "b n t h -> b t n h").astype(q.dtype)
+
+
+def _tied(q: jax.Array, kv: _Keys, slots: jax.Array) -> tuple[jax.Array, _Keys, jax.Array]:
+    """The same, in one bundle that JAX cannot take apart.
+
+    Slots are the same in every layer: inside a scan over layers JAX would compute the masks of
+    all blocks once, before it, and keep them, [T, S] of them. Bundled with q they are its equals.
+    """
+    return jax.lax.optimization_barrier((q, kv, slots))
+
+
+def _fold(step: Callable, first, blocks: _Keys):
+    """step(carry, block) over the key blocks."""
+    return jax.lax.scan(lambda carry, kv: (step(carry, kv), None), first, blocks)[0]
