@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import program
-from experiments.cost import train_flops
+from experiments.cost import step_cost
 from transformer_jax import sharding
 from transformer_jax.config import Config, Hyper
 from transformer_jax.data import make_task, resolve
@@ -58,7 +58,7 @@ def main() -> None:
             states[name] = _call(made, states[name], placed[name], r * STEPS, (r + 1) * STEPS, task)
             times[name].append(time.perf_counter() - begun)
     print(f"{len(runs)} runs of {count_parameters(config):,} parameters, {rounds} rounds of {STEPS} steps")
-    gflops = train_flops(config, count_parameters(config)) / 1e9
+    gflops = step_cost(config, ARMS[0], task).products / 1e9
     for name, made in layouts.items():
         ms = 1e3 * np.asarray(times[name]) / len(runs) / STEPS
         compiled = f"compiled {made.call._cache_size()} in {compile_seconds[name]:.1f} s"

@@ -8,6 +8,7 @@ from typing import Any
 
 from experiments.flags import Settings
 from experiments.interrupt import Stopper
+from experiments.program import check
 from experiments.sections import Section
 from experiments.sweep import Outcome, Question, plan, run_sweep
 from experiments.workdir import Workdir, WorkdirError, open_workdir, read_json, write_text
@@ -78,10 +79,10 @@ def _answer(settings: Settings, question: Question, seeds: int, workdir: Workdir
 
 
 def _resolved(question: Question) -> Question:
-    """Every arm with its vocabulary; the task's data is read here, so that a bad text fails before anything is made."""
+    """Every arm with its vocabulary, traced once: a bad text or setting fails before anything is made."""
     arms = tuple(dataclasses.replace(arm, config=resolve(arm.config)) for arm in question.arms)
-    for config in {arm.config for arm in arms}:
-        make_task(config)
+    for config, hyper in {arm.config: arm.hyper for arm in arms}.items():
+        check(config, hyper, make_task(config))
     return dataclasses.replace(question, arms=arms)
 
 

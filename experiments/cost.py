@@ -10,20 +10,17 @@ import numpy as np
 from experiments.program import run_key, stack, take_steps
 from transformer_jax import sharding
 from transformer_jax.config import Config, Hyper
-from transformer_jax.data import make_task
-from transformer_jax.train import init_state
+from transformer_jax.data import Task, make_task
+from transformer_jax.meter import Cost, measure
+from transformer_jax.train import init_state, train_step
 
 
-def train_flops(config: Config, parameters: int) -> float:
-    """Products of one training step, in FLOPs: 6 per parameter and token, 12 T N H per layer and token for attention.
-
-    Kaplan et al. 2020 §2.1, with the output layer counted (it is, when tied, the embedding)
-    and the whole T x T computed, as dense attention does.
-    """
-    tokens = config.batch_size * config.seq_len
-    layers = config.L if config.architecture == "decoder" else config.L + config.encoder_layers
-    tables = config.vocab_size * config.D if not config.tie_embeddings else 0
-    return tokens * (6.0 * (parameters - tables) + 12.0 * layers * config.seq_len * config.N * config.H)
+def step_cost(config: Config, hyper: Hyper, task: Task) -> Cost:
+    """Products (FLOPs) and live bytes of one training step, counted from its jaxpr: nothing is run."""
+    key = jax.random.key(0)
+    state = jax.eval_shape(lambda: init_state(config, hyper, key))
+    batch = jax.eval_shape(lambda: task.train_batch(task.data, key))
+    return measure(lambda state, batch: train_step(config, state, hyper, batch), state, batch)
 
 
 def seconds_per_run_step(config: Config, hyper: Hyper, steps: int = 10) -> float:

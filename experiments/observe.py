@@ -21,7 +21,10 @@ def attention_statistics(config: Config, hyper: Hyper, params: Any, batch: Batch
     grad_q_*, grad_v_*: norms of the summed loss's gradient with respect to each query
     (value) vector, mean, median and 10th percentile over positions. grad_qk_norm,
     grad_vo_norm: norms of the gradients of the projection weights.
+    Dense attention is asked, as only it has weights: blockwise and banded are the same function.
     """
+    if config.attention_implementation != "linear":
+        config = config.replace(attention_implementation="dense")
 
     def objective(params: Any, probe: Any) -> tuple[jax.Array, Any]:
         logits, traces = forward(params, config, hyper, batch, probe=probe, trace=True)

@@ -32,6 +32,15 @@ def nothing_observed(config: Config, hyper: Hyper, params: Any, batch: Batch) ->
     return {}
 
 
+def check(config: Config, hyper: Hyper, task: Task) -> None:
+    """Trace a training step without running it: what the program cannot do is refused before a file is made."""
+
+    def step(key: jax.Array) -> Any:
+        return train_step(config, init_state(config, hyper, key), hyper, task.train_batch(task.data, key))
+
+    jax.eval_shape(step, jax.random.key(0))
+
+
 @dataclasses.dataclass(frozen=True)
 class Program:
     """One group's program: `call(states, hypers, keys, start, stop, final, data)`.

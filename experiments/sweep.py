@@ -291,18 +291,18 @@ def plan(question: Question, seeds: int) -> dict[str, Any]:
 
 
 def _plan_group(config: Config, hyper: Hyper, runs: int) -> dict[str, Any]:
-    from experiments.cost import seconds_per_run_step, train_flops
+    from experiments.cost import seconds_per_run_step, step_cost
     from transformer_jax.encoder_decoder import count_parameters
 
     parameters = count_parameters(config)
     devices = len(jax.devices())
-    flops = train_flops(config, parameters) * config.steps * runs
+    cost = step_cost(config, hyper, make_task(config))
     copies = {"adam": 3, "adamw": 3, "momentum": 2, "sgd": 1}[config.optimizer]
     return {
         "runs": runs,
         "parameters": parameters,
         "steps": config.steps,
-        "flops": flops,
+        "flops": float(cost.products) * config.steps * runs,
         "seconds": seconds_per_run_step(config, hyper) * config.steps * runs,
-        "bytes": 4 * copies * parameters * (runs + devices) + 4 * parameters * devices,
+        "bytes": 4 * copies * parameters * runs + (cost.working_bytes + 4 * copies * parameters) * devices,
     }

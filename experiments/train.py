@@ -14,6 +14,7 @@ import jax
 
 from experiments.flags import Settings
 from experiments.interrupt import Stopper
+from experiments.program import check
 from experiments.workdir import open_workdir
 from transformer_jax.config import Config, Hyper, to_dict, with_terms
 from transformer_jax.data import Task, make_task, resolve
@@ -41,7 +42,9 @@ def configuration(settings: Settings) -> tuple[Config, Hyper, Task]:
     base = BASE.replace(steps=steps, warmup_steps=min(BASE.warmup_steps, steps // 10))
     config, hyper = settings.configure(base, HYPER)
     config = resolve(with_terms(config, [hyper]))
-    return config, hyper, make_task(config)
+    task = make_task(config)
+    check(config, hyper, task)
+    return config, hyper, task
 
 
 def identity(config: Config, hyper: Hyper, seed: int, task: Task) -> dict[str, Any]:

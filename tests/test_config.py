@@ -151,6 +151,35 @@ def test_terms_follow_the_numbers() -> None:
     assert not c.has("dropout")
 
 
+def test_the_band_follows_the_windows() -> None:
+    c = Config(mask="window", attention_implementation="banded", seq_len=64)
+    assert with_terms(c, [Hyper(window=4), Hyper(window=32)]).band == 32
+    assert with_terms(c.replace(band=40), [Hyper(window=4)]).band == 40
+    assert with_terms(c.replace(attention_implementation="dense"), [Hyper(window=4)]).band == 0
+    with pytest.raises(ConfigError, match="window=65 is wider than a row: seq_len=64"):
+        with_terms(c, [Hyper(window=4), Hyper(window=65)])
+    with pytest.raises(ConfigError, match="band=8 is narrower than window=9"):
+        with_terms(c.replace(band=8), [Hyper(window=9)])
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"positions": "t5", "relative_buckets": 7}, "relative_buckets=7 is odd"),
+        ({"positions": "t5", "relative_buckets": 2}, "relative_buckets=2 is out of range: at least 4"),
+        ({"positions": "t5", "relative_distance": 16}, "relative_distance=16 leaves nothing .* relative_buckets=32"),
+        ({"num_experts": 2, "experts_per_token": 3}, "experts_per_token=3 of num_experts=2"),
+        ({"rope_scaling": "yarn", "positions": "alibi"}, "rope_scaling=yarn with positions=alibi"),
+        ({"rope_scaling": "yarm"}, "unknown rope_scaling 'yarm': did you mean yarn"),
+        ({"attention_implementation": "blokwise"}, "'blokwise': did you mean blockwise"),
+        ({"normaliser": "entmax"}, "unknown normaliser 'entmax': did you mean entmax15"),
+    ],
+)
+def test_settings_of_attention_at_odds_are_refused(values: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Config(**values)
+
+
 def test_round_trip_through_json() -> None:
     c = Config(d_model=32, terms=("dropout", "clip"), norm_epsilon=1e-6, remat=True, text="a/b.txt")
     assert from_dict(Config, json.loads(json.dumps(to_dict(c)))) == c

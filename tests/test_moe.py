@@ -52,10 +52,11 @@ def loop(p: MoE, x: jax.Array, c: Config, real: np.ndarray | None = None) -> Ref
     """One token and one choice after the other, in float64: y, the losses, and kept [B, T, E], -1 where not chosen."""
     p, x = reference.to_float64(p), np.asarray(x, np.float64)
     (B, T, D), E, k = x.shape, c.E, c.experts_per_token
-    slots = math.ceil(k * T * c.expert_capacity / E) if c.expert_capacity else T
     y, kept, sums = np.zeros_like(x), np.full((B, T, E), -1), dict.fromkeys(LOSSES, 0.0)
     for b in range(B):
         taken, sent, mass, n = [0] * E, [0] * E, np.zeros(E), 0
+        length = T if real is None else int(real[b].sum())
+        slots = max(1, math.ceil(k * length * c.expert_capacity / E)) if c.expert_capacity else T
         for t in range(T):
             if real is not None and not real[b, t]:
                 continue
@@ -282,6 +283,19 @@ def test_what_teaches_the_router() -> None:
     for k in (1, 2):
         gates, balance, z = gradients(k)
         assert min(gates, balance, z) > 0.01, k
+
+
+@pytest.mark.parametrize("pads", [1, 3, 17])
+def test_a10_padding_at_the_end_changes_nothing_even_where_slots_overflow(pads: int) -> None:
+    c = config("relu", experts_per_token=2, expert_capacity=0.5)
+    p, x = random_params(c), tokens()
+    B, T, _ = x.shape
+    want, losses = apply(p, x, c, Hyper())
+    assert float(losses.dropped) > 0
+    longer = jnp.concatenate([x, jnp.ones((B, pads, x.shape[2]))], axis=1)
+    got, padded = apply(p, longer, c, Hyper(), None, jnp.broadcast_to(jnp.arange(T + pads) < T, (B, T + pads)))
+    np.testing.assert_allclose(got[:, :T], want, atol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), padded, losses)
 
 
 @pytest.mark.parametrize("factor", [0.0, 1.0])

@@ -165,7 +165,7 @@ class Probe:
 
 @struct.dataclass
 class Trace:
-    """What one attention did: weights and unmasked scores [B, N, T, S], and where it might look."""
+    """What one attention did: weights, scores before cap, bias and mask [B, N, T, S], and where it might look."""
 
     weights_BNTS: jax.Array
     scores_BNTS: jax.Array
@@ -248,7 +248,7 @@ def attention(
     if trace:
         out, weights = out
         T, S = q.shape[1], k.shape[1]
-        scores = attention_scores(q, k, scoring, None if bias is None else bias.dense(T, S))
+        scores = attention_scores(q, k, scoring.replace(softcap=None))
         seen = Trace(weights, scores, jnp.broadcast_to(mask.dense(T, S), scores.shape))
     out = product("btnh,nhd->btd", out, params.wo_NHD)
     if params.bo_D is not None:

@@ -203,7 +203,8 @@ def position_bias(stack: Stack, config: Config, mask: Mask) -> relative.Bias | N
     """ALiBi's or T5's bias at the mask's positions; T5's buckets look one way where the mask is causal."""
     if config.positions == "alibi":
         bias = relative.alibi(config.N)
-    elif stack.relative_CN is not None:
+    elif config.positions == "t5":
+        assert stack.relative_CN is not None
         causal = any(isinstance(part, masks.Causal) for part in mask.parts)
         bias = relative.t5(stack.relative_CN, distance=config.relative_distance, bidirectional=not causal)
     else:

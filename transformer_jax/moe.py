@@ -13,7 +13,7 @@ Two ways, by `Config.expert_capacity`:
               al. 2020), in order of position and then of choice. A token that finds its expert full
               loses that part of its output: the gate is lost, not shared out (Switch, Fedus et al.
               2021). A later token takes nothing from an earlier one, and no row from another.
-              T is the length of the rows as given, padding included.
+              T is the number of a row's real tokens: padding changes nothing.
     0         none is dropped: the assignments of the whole batch are sorted by expert.
 
 Where nothing overflows the two are equal.
@@ -135,7 +135,9 @@ def moe(
     nets = FFN(params.w1_EDF, params.w2_EFD, params.wg_EDF, params.b1_EF, params.b2_ED, params.bg_EF)
     if config.expert_capacity > 0:
         slots = capacity(config, T)
-        place = jax.vmap(lambda e: _slots(e, E, slots))(experts_BTk.reshape(B, T * k))
+        # What a row of as many real tokens would have without padding.
+        limits = jnp.asarray([capacity(config, n) for n in range(T + 1)])[jnp.sum(real_BT, axis=1)]
+        place = jax.vmap(lambda e, limit: _slots(e, E, slots, limit))(experts_BTk.reshape(B, T * k), limits)
         size = (E, slots)
         x = x_BTD
     else:
@@ -171,13 +173,13 @@ def _rank(expert_A: jax.Array, E: int) -> tuple[jax.Array, jax.Array]:
     return nth - start, count_E
 
 
-def _slots(expert_A: jax.Array, E: int, slots: int) -> jax.Array:
+def _slots(expert_A: jax.Array, E: int, slots: int, limit: jax.Array) -> jax.Array:
     """Where each assignment of a row goes among E x slots places; past them where there is none.
 
-    Places past the end are all different, so that indices are unique as scatters are told.
+    limit: the slots of an expert that may be filled, at most `slots`. Places past the end are all different, so that indices are unique as scatters are told.
     """
     rank, _ = _rank(expert_A, E)
-    kept = (expert_A < E) & (rank < slots)
+    kept = (expert_A < E) & (rank < limit)
     return jnp.where(kept, expert_A * slots + rank, E * slots + jnp.arange(expert_A.size))
 
 

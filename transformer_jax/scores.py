@@ -122,8 +122,11 @@ def masked_sigmoid(scores: jax.Array, allowed: jax.Array | None) -> jax.Array:
     Ramapuram et al. 2024 subtract the log of the row's length, so that a row of zeros sums to
     about 1; counting only the allowed keys keeps padding without effect.
     """
-    weights = jax.nn.sigmoid(scores - jnp.log(count_allowed(scores, allowed)))
-    return weights if allowed is None else jnp.where(allowed, weights, 0)
+    count = count_allowed(scores, allowed)
+    if allowed is None:
+        return jax.nn.sigmoid(scores - jnp.log(count))
+    # Masked before and after: the derivative at a NaN would be NaN, whatever multiplies it.
+    return jnp.where(allowed, jax.nn.sigmoid(jnp.where(allowed, scores, 0) - jnp.log(count)), 0)
 
 
 def masked_relu(scores: jax.Array, allowed: jax.Array | None) -> jax.Array:
