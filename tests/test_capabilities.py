@@ -169,5 +169,7 @@ def test_dropout_is_that_of_the_place_whatever_the_blocks() -> None:
         np.testing.assert_allclose(got, want, atol=1e-6)
     dropped = np.asarray(want) == 0
     assert 0.4 < dropped.mean() < 0.6
-    for a, b in ((dropped[0], dropped[1]), (dropped[:, :, 0], dropped[:, :, 1]), (dropped[:, 0], dropped[:, 1])):
+    # [B, T, N, S]; the last pair would be one if a head's rows followed on those of the head before.
+    pairs = [(dropped[0], dropped[1]), (dropped[:, :, 0], dropped[:, :, 1]), (dropped[:, 0], dropped[:, 1])]
+    for a, b in (*pairs, (dropped[:, 1:, 0], dropped[:, :-1, 1])):
         assert 0.3 < (a == b).mean() < 0.7  # rows, heads and queries have bits of their own

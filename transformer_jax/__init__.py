@@ -4,16 +4,19 @@ Shape letters, the same in array names, parameter names and einsum strings:
 
     B batch            T query length       S key length        D model width
     N query heads      K key/value heads    H width per head    F feed-forward width
-    V vocabulary       P table positions    L layers (stacked)  R runs of a sweep
+    V vocabulary       P table positions    C position buckets  E experts
+    L layers (stacked) R runs of a sweep
 
 The map, in the direction that imports point:
 
     errors, keys, config      what the user may get wrong; random keys by name; settings
     batch, data/              what a model is fed; tasks whose data lives on the device
     masks                     who may attend to whom, as a pytree evaluated on blocks
-    numerics, rope, positions, norms, ffn, embedding
+    numerics, rope_scaling, rope, positions, relative, norms, ffn, moe, scores, embedding
+    dense, blockwise, banded, linear_attention      four ways to compute attention
     attention                 attend(): one function for self, cross, multi- and grouped-query
-    encoder_decoder           layers and stacks: encoder, decoder, both
+    layers, encoder_decoder   layers and stacks: encoder, decoder, both
+    dependencies, meter       what an output depends on; what a function costs
     losses, optim, train      sums over tokens; optax chains; init_state, train_step, run
     sharding, checkpoint      meshes by shape letter; Orbax with digests
 """

@@ -19,7 +19,9 @@ CHUNK = 64
 
 def features(x: jax.Array) -> jax.Array:
     """elu(x) + 1, above 0, float32."""
-    return jax.nn.elu(x.astype(jnp.float32)) + 1
+    x = x.astype(jnp.float32)
+    # Not elu + 1, which rounds exp(x) to the last place of 1: at -16 nothing would be left of it.
+    return jnp.where(x > 0, x + 1, jnp.exp(jnp.where(x > 0, 0, x)))
 
 
 def linear_attention(

@@ -15,6 +15,7 @@ from flax import struct
 from jax.typing import ArrayLike
 
 from transformer_jax.errors import unknown
+from transformer_jax.moe import MoELosses
 
 
 @struct.dataclass
@@ -22,6 +23,7 @@ class Sums:
     """Sums over counted tokens, float32 scalars. `objective` is what is differentiated.
 
     nats: plain cross-entropy. z: the z-loss part. correct: argmax hits. count: weights.
+    experts: what the routers of a mixture of experts did; None without one.
     """
 
     objective: jax.Array
@@ -29,13 +31,14 @@ class Sums:
     z: jax.Array
     correct: jax.Array
     count: jax.Array
+    experts: MoELosses | None = None
 
     def __add__(self, other: "Sums") -> "Sums":
         return jax.tree.map(jnp.add, self, other)
 
     @classmethod
-    def zero(cls) -> "Sums":
-        return cls(*(jnp.zeros(()) for _ in range(5)))
+    def zero(cls, experts: bool = False) -> "Sums":
+        return cls(*(jnp.zeros(()) for _ in range(5)), MoELosses.zero() if experts else None)
 
     @property
     def loss(self) -> jax.Array:

@@ -176,7 +176,8 @@ def _rank(expert_A: jax.Array, E: int) -> tuple[jax.Array, jax.Array]:
 def _slots(expert_A: jax.Array, E: int, slots: int, limit: jax.Array) -> jax.Array:
     """Where each assignment of a row goes among E x slots places; past them where there is none.
 
-    limit: the slots of an expert that may be filled, at most `slots`. Places past the end are all different, so that indices are unique as scatters are told.
+    limit: the slots of an expert that may be filled, at most `slots`. Places past the end are all
+    different, so that indices are unique as scatters are told.
     """
     rank, _ = _rank(expert_A, E)
     kept = (expert_A < E) & (rank < limit)

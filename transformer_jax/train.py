@@ -75,7 +75,7 @@ def token_sums(
         sums = in_chunks(of, config.loss_chunks, x, batch.targets_BT, batch.weights_BT)
     if seen.experts is None:
         return sums
-    return dataclasses.replace(sums, objective=sums.objective + seen.experts.weighted(hyper))
+    return dataclasses.replace(sums, objective=sums.objective + seen.experts.weighted(hyper), experts=seen.experts)
 
 
 def in_chunks(of: Callable[..., Sums], chunks: int, *arrays: jax.Array) -> Sums:
@@ -129,7 +129,7 @@ def gradients(
             new = of(part, None if key is None else jax.random.fold_in(key, i))
             return jax.tree.map(jnp.add, carry, new), None
 
-        zero = (jax.tree.map(jnp.zeros_like, params), Sums.zero())
+        zero = (jax.tree.map(jnp.zeros_like, params), Sums.zero(config.E > 0))
         (grads, sums), _ = jax.lax.scan(add, zero, (parts, jnp.arange(A)))
     count = jnp.maximum(sums.count, 1e-9)
     return jax.tree.map(lambda g: g / count.astype(g.dtype), grads), sums
@@ -144,7 +144,8 @@ def train_step(
 ) -> tuple[TrainState, Metrics]:
     """One update. Metrics, float32 scalars: loss and objective (nats per token), accuracy,
     grad_norm (before clipping), learning_rate (the one applied), tokens (counted); where the
-    term is on, z_loss (its part of the objective).
+    term is on, z_loss (its part of the objective); with experts, for a routed token,
+    load_balance (1 where even), router_z, dropped (the part of its assignments).
 
     A non-finite gradient is applied as it is: a diverged run shows it in its loss.
     """
@@ -166,6 +167,9 @@ def train_step(
     }
     if config.has("z_loss"):
         metrics["z_loss"] = sums.z / jnp.maximum(sums.count, 1e-9)
+    if sums.experts is not None:
+        routed = sums.experts.mean()
+        metrics |= {"load_balance": routed.load_balance, "router_z": routed.z, "dropped": routed.dropped}
     return TrainState(state.step + 1, params, opt_state, state.key), metrics
 
 
@@ -182,7 +186,7 @@ def evaluate(
     def add(i: jax.Array, sums: Sums) -> Sums:
         return sums + eval_step(config, params, hyper, batch_of(i))
 
-    return jax.lax.fori_loop(0, count, add, Sums.zero())
+    return jax.lax.fori_loop(0, count, add, Sums.zero(config.E > 0))
 
 
 def run(
