@@ -53,7 +53,7 @@ def marker(i: int) -> str:
 
 
 @contextlib.contextmanager
-def _figure(path: Path, height: float) -> Iterator[Any]:
+def drawing(path: Path, height: float) -> Iterator[Any]:
     """A matplotlib Figure of WIDTH x height inches, saved to `path` at the end."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -139,7 +139,7 @@ def lines(
     xs = np.asarray(x, np.float64)
     values = {name: np.asarray(y, np.float64) for name, y in series.items()}
     height = 3.0 + (_legend_height(arms) if len(arms) > 1 else 0) + (0.25 if layer_names else 0)
-    with _figure(path, height) as figure:
+    with drawing(path, height) as figure:
         axes = figure.add_subplot()
         for name, y in values.items():
             arm, layer = split[name]
@@ -153,7 +153,7 @@ def lines(
         if log_x:
             _log_x(axes, xs)
         if log_y and any((y[np.isfinite(y)] > 0).any() for y in values.values()):
-            _log_y(axes)
+            log_axis(axes)
         axes.set_xlabel(x_label, parse_math=False)
         axes.set_ylabel(y_label, parse_math=False)
         if layer_names:
@@ -172,7 +172,7 @@ def _log_x(axes: Any, xs: np.ndarray) -> None:
         axes.set_xscale("symlog", linthresh=positive.min())
 
 
-def _log_y(axes: Any) -> None:
+def log_axis(axes: Any) -> None:
     """A log axis with plain numbers at it: 1, 2, 5 of each decade where there are few decades."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
@@ -222,7 +222,7 @@ def loss_curves(path: Path, outcome: Any, results: Mapping[str, Any]) -> None:
     curves = [mean_curves(outcome, i, arm["best_learning_rate"]) for i, arm in enumerate(results["arms"])]
     steps = curves[0]["loss"].shape[1]
     half = steps // 2
-    with _figure(path, 5.2 + _legend_height(names)) as figure:
+    with drawing(path, 5.2 + _legend_height(names)) as figure:
         whole, late = figure.subplots(2, 1)
         for axes, first in ((whole, 0), (late, half)):
             shown = []
@@ -273,7 +273,7 @@ def learning_rates(path: Path, results: Mapping[str, Any]) -> None:
     spread = min([b / a for a, b in itertools.pairwise(rates)] or [2.0]) ** 0.22
     any_diverged = any(arm["diverged"] for arm in arms)
     kinds = ["best rate of an arm", "some seeds diverged"][: 1 + any_diverged]
-    with _figure(path, 3.6 + _legend_height(names)) as figure:
+    with drawing(path, 3.6 + _legend_height(names)) as figure:
         axes = figure.add_subplot()
         axes.set_xscale("log")
         for i, arm in enumerate(arms):
@@ -297,7 +297,7 @@ def learning_rates(path: Path, results: Mapping[str, Any]) -> None:
         means = [row["report"]["mean"] for arm in arms for row in arm["learning_rates"]]
         found = [m for m in means if m is not None]
         if found and min(found) > 0 and max(found) > 4 * min(found):
-            _log_y(axes)
+            log_axis(axes)
         axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
         axes.minorticks_off()
         axes.set_xlim(min(rates) / spread**1.6, max(rates) * spread**1.6)

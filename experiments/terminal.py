@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def _console(console: "Console | None") -> "Console":
+def console_of(console: "Console | None") -> "Console":
     """`console`, or one on stdout as it is now."""
     if console is None:
         from rich.console import Console
@@ -33,14 +33,14 @@ def _console(console: "Console | None") -> "Console":
     return console
 
 
-def _say(console: "Console", text: str = "", style: str = "") -> None:
+def say(console: "Console", text: str = "", style: str = "") -> None:
     """Text as it stands (no markup, no highlighting), wrapped at words."""
     from rich.text import Text
 
     console.print(Text(text, style=style))
 
 
-def _table(console: "Console", header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def table(console: "Console", header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Rows under a header: the first cell a name, the others set to the right.
 
     Where a name would be broken for want of columns, each row is written below its name instead.
@@ -51,7 +51,7 @@ def _table(console: "Console", header: Sequence[str], rows: Sequence[Sequence[st
     from rich.text import Text
 
     widths = [max(_width(cell) for cell in column) for column in zip(header, *rows, strict=True)]
-    if sum(widths) + 2 * len(widths) <= console.width:
+    if sum(widths) + 3 * (len(widths) - 1) <= console.width:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
         for i, name in enumerate(header):
             table.add_column(Text(name), justify="right" if i else "left", no_wrap=True)
@@ -62,7 +62,7 @@ def _table(console: "Console", header: Sequence[str], rows: Sequence[Sequence[st
     for row in rows:
         # A soft wrap leaves a long name in one piece, for a person to copy.
         console.print(Text(row[0]), soft_wrap=True)
-        _say(
+        say(
             console,
             "    " + "  ".join(f"{name} {cell}" for name, cell in zip(header[1:], row[1:], strict=True) if cell),
         )
@@ -80,31 +80,31 @@ def print_results(results: Mapping[str, Any], folder: Path, console: "Console | 
     results: as experiments.results.build makes it, or as results.json holds it. console: where
     to print; stdout by default.
     """
-    console = _console(console)
-    _say(console)
-    _say(console, results["title"], "bold")
+    console = console_of(console)
+    say(console)
+    say(console, results["title"], "bold")
     runs = results["seeds"] * sum(len(arm["learning_rates"]) for arm in results["arms"])
     programs = plural(results["programs_compiled"], "program")
     facts = f"{plural(runs, 'run')} of {plural(results['steps'], 'step')}, {plural(results['seeds'], 'seed')}"
-    _say(console, f"{facts}, {programs}, {duration(results['wall_seconds'])}", "dim")
-    _say(console)
+    say(console, f"{facts}, {programs}, {duration(results['wall_seconds'])}", "dim")
+    say(console)
     _arms(console, results)
     if results["comparisons"]:
-        _say(console)
+        say(console)
         _comparisons(console, results["comparisons"])
-    _say(console)
+    say(console)
     for clause in clauses(results["verdict"]):
-        _say(console, clause, "bold")
+        say(console, clause, "bold")
     by_warning: dict[str, list[str]] = {}
     for arm in results["arms"]:
         if arm["warning"]:
             by_warning.setdefault(sentence(arm["warning"]), []).append(arm["name"])
     if by_warning:
-        _say(console)
+        say(console)
     for warning, names in by_warning.items():
-        _say(console, f"warning: {warning} ({', '.join(names)})", "yellow")
-    _say(console)
-    _say(console, f"Certificate: {certificate(results['certificate'])}.", "dim")
+        say(console, f"warning: {warning} ({', '.join(names)})", "yellow")
+    say(console)
+    say(console, f"Certificate: {certificate(results['certificate'])}.", "dim")
     from rich.text import Text
 
     console.print(Text(f"Report: {folder / 'report.html'}"), soft_wrap=True)
@@ -121,7 +121,7 @@ def _arms(console: "Console", results: Mapping[str, Any]) -> None:
         runs = results["seeds"] * len(arm["learning_rates"])
         lost = len(arm["diverged"])
         rows.append((arm["name"], f"{arm['best_learning_rate']:g}", loss, f"{lost} of {runs}" if lost else "0"))
-    _table(console, ("arm", "best rate", results["metric_label"], "diverged"), rows)
+    table(console, ("arm", "best rate", results["metric_label"], "diverged"), rows)
 
 
 def _comparisons(console: "Console", comparisons: Sequence[Mapping[str, Any]]) -> None:
@@ -132,26 +132,26 @@ def _comparisons(console: "Console", comparisons: Sequence[Mapping[str, Any]]) -
         adjusted = probability(row["p_adjusted"])
         difference = fixed(row["difference"], digits, sign=True)
         rows.append((f"{row['a']} − {row['b']}", difference, interval(row["ci95"], digits, sign=True), p, adjusted))
-    _table(console, ("comparison", "difference", "95% interval", "p", "adjusted"), rows)
+    table(console, ("comparison", "difference", "95% interval", "p", "adjusted"), rows)
     floors = sorted({row["p_floor"] for row in comparisons})
-    _say(console, "smallest p these seeds can give: " + ", ".join(map(probability, floors)), "dim")
+    say(console, "smallest p these seeds can give: " + ", ".join(map(probability, floors)), "dim")
 
 
 def print_plan(plan: Mapping[str, Any], console: "Console | None" = None) -> None:
     """What a sweep would do: arms, groups, parameters, estimated time and memory. plan: of experiments.sweep.plan."""
-    console = _console(console)
+    console = console_of(console)
     arms, rates, groups = plan["arms"], plan["learning_rates"], plan["groups"]
-    _say(console)
-    _say(console, "Plan (nothing was run)", "bold")
-    _say(console)
-    _say(console, f"{plural(len(arms), 'arm')}:")
+    say(console)
+    say(console, "Plan (nothing was run)", "bold")
+    say(console)
+    say(console, f"{plural(len(arms), 'arm')}:")
     from rich.text import Text
 
     for name in arms:
         console.print(Text(f"  {name}"), soft_wrap=True)
     shown = ", ".join(f"{rate:g}" for rate in rates)
-    _say(console, f"{plural(len(rates), 'learning rate')}: {shown}; {plural(plan['seeds'], 'seed')}")
-    _say(console)
+    say(console, f"{plural(len(rates), 'learning rate')}: {shown}; {plural(plan['seeds'], 'seed')}")
+    say(console)
     rows = [
         (
             f"{i}",
@@ -164,13 +164,13 @@ def print_plan(plan: Mapping[str, Any], console: "Console | None" = None) -> Non
         )
         for i, group in enumerate(groups, 1)
     ]
-    _table(console, ("group", "runs", "steps", "parameters", "FLOPs", "time", "memory"), rows)
-    _say(console)
+    table(console, ("group", "runs", "steps", "parameters", "FLOPs", "time", "memory"), rows)
+    say(console)
     runs = sum(group["runs"] for group in groups)
     time, most = sum(group["seconds"] for group in groups), max(group["bytes"] for group in groups)
-    _say(
+    say(
         console,
         f"In all {plural(runs, 'run')} in {plural(len(groups), 'program')}: about {duration(time)}, "
         f"and {memory(most)} for weights, gradients and optimiser states at once (groups follow one another).",
     )
-    _say(console, "Times are estimates from a few steps on this machine; compiling and measuring come on top.", "dim")
+    say(console, "Times are estimates from a few steps on this machine; compiling and measuring come on top.", "dim")

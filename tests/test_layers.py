@@ -1,4 +1,4 @@
-"""The optional parts inside a whole model: position biases, experts, caps, chunks of the loss, implementations."""
+"""The optional parts inside a whole model: position biases, experts, caps, implementations."""
 
 import functools
 from typing import Any
@@ -14,7 +14,7 @@ from transformer_jax.config import Config, Hyper, with_terms
 from transformer_jax.encoder_decoder import Transformer, forward, hidden, init_transformer
 from transformer_jax.errors import ConfigError
 from transformer_jax.layers import implementation_for, position_bias
-from transformer_jax.train import gradients, in_chunks, init_state, token_sums, train_step
+from transformer_jax.train import gradients, init_state, token_sums, train_step
 
 B, T, S, V = 3, 7, 5, 11
 HYPER = Hyper()
@@ -94,16 +94,6 @@ def test_final_softcap_bounds_the_logits() -> None:
     assert float(jnp.max(jnp.abs(plain))) > 0.5
 
 
-def test_n2_logits_of_tied_embeddings_are_scaled_where_asked() -> None:
-    plain = small(d_model=4, num_heads=2)
-    data, params = batch(plain), parameters(plain)
-    scaled = logits(plain.replace(scale_logits=True), data, params=params)
-    np.testing.assert_allclose(scaled, 0.5 * logits(plain, data), atol=1e-6)
-    untied = plain.replace(tie_embeddings=False)
-    scaled = logits(untied.replace(scale_logits=True), data, params=parameters(untied))
-    np.testing.assert_array_equal(scaled, logits(untied, data))
-
-
 def test_banded_attention_is_for_windows() -> None:
     config = small(attention_implementation="banded", mask="window")
     assert implementation_for(config, masks.window(3)) == "banded"
@@ -179,23 +169,3 @@ def test_balance_spreads_tokens_over_experts() -> None:
         return float(metrics["load_balance"])
 
     assert balance(1.0) < 1.2 < 1.4 < balance(0.0)
-
-
-# --- the loss in chunks ------------------------------------------------------------
-
-
-@pytest.mark.parametrize("chunks", [2, 3, 7, 50])
-def test_k5_loss_in_chunks_is_the_loss(chunks: int) -> None:
-    hyper = Hyper(label_smoothing=0.1, z_loss=0.01, final_softcap=4.0)
-    config = with_terms(small(), [hyper])
-    data = batch(config, weights_BT=jax.random.uniform(jax.random.key(8), (B, T)).at[0, 2:4].set(0))
-    run = jax.jit(gradients, static_argnums=1)
-    params = parameters(config)
-    (one, whole), (many, sums) = (run(params, c, hyper, data) for c in (config, config.replace(loss_chunks=chunks)))
-    np.testing.assert_allclose(jax.tree.leaves(sums), jax.tree.leaves(whole), rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), many, one)
-
-
-def test_chunks_see_every_place_once() -> None:
-    seen: Any = in_chunks(lambda x: jnp.stack([jnp.sum(x), jnp.float32(x.shape[1])]), 1, jnp.ones((2, 7)))
-    np.testing.assert_array_equal(seen, [14, 7])

@@ -9,6 +9,7 @@ ways: dense, blockwise and banded are the same function at different costs; line
 function. What each can do is a table, CAPABILITIES; what it cannot is refused by name.
 """
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -52,8 +53,8 @@ CAPABILITIES: dict[str, frozenset[str]] = {
 
 def _asked(
     mask: Mask, scoring: Scoring, bias: Bias | None, dropout: Dropout | None, weights: bool, T: int, S: int
-) -> list[str]:
-    """What a call uses, in the words of CAPABILITIES."""
+) -> dict[str, str]:
+    """What a call uses, in the words of CAPABILITIES -> the values at hand, for the message."""
     asked = {
         "a bias": bias is not None,
         "a soft-cap": scoring.softcap is not None,
@@ -65,17 +66,22 @@ def _asked(
         "other lengths": T != S,
         f"normaliser {scoring.normaliser}": scoring.normaliser != "softmax",
     }
-    return [f"a {type(part).__name__} mask" for part in mask.parts] + [name for name, used in asked.items() if used]
+    details = {"half-precision scores": f" ({scoring.score_dtype})", "other lengths": f" (T={T}, S={S})"}
+    used = [f"a {type(part).__name__} mask" for part in mask.parts] + [name for name, used in asked.items() if used]
+    return {name: details.get(name, "") for name in used}
 
 
-def check_capabilities(implementation: str, asked: list[str]) -> None:
-    """Raise ConfigError if `implementation` is unknown or cannot do all of `asked`, naming who can."""
+def check_capabilities(implementation: str, asked: dict[str, str]) -> None:
+    """Raise ConfigError if `implementation` is unknown, or naming who can do what it cannot.
+
+    asked: feature -> the values at hand, for the message.
+    """
     if implementation not in CAPABILITIES:
         raise unknown("attention_implementation", implementation, CAPABILITIES)
-    for feature in asked:
+    for feature, detail in asked.items():
         if feature not in CAPABILITIES[implementation]:
             able = ", ".join(name for name, can in CAPABILITIES.items() if feature in can)
-            raise ConfigError(f"{implementation} attention cannot do {feature}: {able or 'none'} can")
+            raise ConfigError(f"{implementation} attention cannot do {feature}{detail}: {able or 'none'} can")
 
 
 def attend(
@@ -248,7 +254,7 @@ def attention(
     if trace:
         out, weights = out
         T, S = q.shape[1], k.shape[1]
-        scores = attention_scores(q, k, scoring.replace(softcap=None))
+        scores = attention_scores(q, k, dataclasses.replace(scoring, softcap=None))
         seen = Trace(weights, scores, jnp.broadcast_to(mask.dense(T, S), scores.shape))
     out = product("btnh,nhd->btd", out, params.wo_NHD)
     if params.bo_D is not None:

@@ -4,6 +4,8 @@ The mathematics knows no mesh: `constrain(x, letters)` is called at the borders 
 and does nothing unless the caller brings one.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -204,7 +206,7 @@ def hidden(
     )
     stacks = [stack.experts for stack in (source, seen) if stack is not None and stack.experts is not None]
     means = [jax.tree.map(lambda x: jnp.mean(x, axis=0), losses) for losses in stacks]
-    experts = sum(means[1:], means[0]) if means else None
+    experts = functools.reduce(MoELosses.__add__, means) if means else None
     if config.architecture == "encoder":
         return x, Traces(encoder=seen.attention, experts=experts)
     return x, Traces(None if source is None else source.attention, seen.attention, seen.cross, experts)

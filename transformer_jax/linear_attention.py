@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
+from transformer_jax.errors import ConfigError
 from transformer_jax.masks import Causal, Mask
 from transformer_jax.scores import Scoring, check_heads, score_factor
 
@@ -29,11 +30,15 @@ def linear_attention(
 ) -> jax.Array:
     """[B, T, N, H]; causal (a scan over chunks of `block` positions, 0: 64) or over all keys.
 
-    Keys that padding hides count for nothing; a row that sees no key is 0.
+    Keys that padding hides count for nothing; a row that sees no key is 0. Raises ConfigError for
+    heads that do not fit, and for unequal lengths where it is causal.
     """
     check_heads(q_BTNH, k_BSKH)
     T, (S, K, H) = q_BTNH.shape[1], k_BSKH.shape[1:]
     mask.check(T, S)
+    causal = any(isinstance(part, Causal) for part in mask.parts)
+    if causal and T != S:
+        raise ConfigError(f"causal linear attention of {T} queries over {S} keys: the lengths must be equal")
     rest = Mask(tuple(part for part in mask.parts if not isinstance(part, Causal)))
     shown = rest.block(jnp.zeros(1, jnp.int32), jnp.arange(S))[:, 0, 0, :, None, None]  # [B or 1, S, 1, 1]
     factor = score_factor(H, scoring.dk_exponent, scoring.temperature)
@@ -42,10 +47,10 @@ def linear_attention(
     v = jnp.where(shown, v_BSKH, 0).astype(jnp.float32)
     # A column of ones beside the values carries the sum of weights through the same products.
     v = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
-    if len(rest.parts) == len(mask.parts):
-        sums = jnp.einsum("btkgh,bkhw->btkgw", q, jnp.einsum("bskh,bskw->bkhw", k, v))
-    else:
+    if causal:
         sums = _causal(q, k, v, block or CHUNK)
+    else:
+        sums = jnp.einsum("btkgh,bkhw->btkgw", q, jnp.einsum("bskh,bskw->bkhw", k, v))
     out, total = sums[..., :-1], sums[..., -1:]
     out = out / jnp.where(total > 0, total, 1)
     return rearrange(out, "b t k g h -> b t (k g) h").astype(q_BTNH.dtype)

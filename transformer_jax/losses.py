@@ -38,7 +38,7 @@ class Sums:
 
     @classmethod
     def zero(cls, experts: bool = False) -> "Sums":
-        return cls(*(jnp.zeros(()) for _ in range(5)), MoELosses.zero() if experts else None)
+        return cls(*(jnp.zeros(()) for _ in range(5)), experts=MoELosses.zero() if experts else None)
 
     @property
     def loss(self) -> jax.Array:
