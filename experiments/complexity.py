@@ -30,6 +30,7 @@ from experiments.interrupt import Stopper
 from experiments.workdir import Workdir, open_workdir, read_json, versions
 from transformer_jax import masks
 from transformer_jax.attention import attend
+from transformer_jax.banded import grouping
 from transformer_jax.blockwise import BLOCK
 from transformer_jax.config import Config, Hyper
 from transformer_jax.errors import ConfigError
@@ -90,8 +91,8 @@ def by_hand(name: str, direction: str, T: int, H: int = WIDTH) -> int:
     blockwise  T² pairs, T rounded up to blocks: q.k once more for the row maxima, and again when
                the backward pass makes the weights anew: 3 u, with backward 8 u. These are all
                blocks, the meter's dearest branch; `taken` leaves out those the mask skips.
-    banded     as dense, each query against the keys of its own block and of those that the window
-               reaches before it: with blocks of w/2, 3 w/2 keys.
+    banded     each query against the keys of its own block and of those that the window reaches
+               before it, with blocks of w/2 3 w/2 keys: 2 u, with backward 7 u, as q.k is made anew.
     linear     T queries, each with c keys of its chunk and the carried sum. With W = H + 1
                columns (the values, and ones): c (2 H + 2 W) inside, 2 H W to read the sum and
                2 H W to add to it; backward twice that, and q.k inside the chunk once more.
@@ -102,7 +103,7 @@ def by_hand(name: str, direction: str, T: int, H: int = WIDTH) -> int:
     if name == "banded":
         size = min(max(16, math.ceil(WINDOW / 2)), T)
         keys = (1 + math.ceil((WINDOW - 1) / size)) * size
-        return (6 if backward else 2) * 2 * H * math.ceil(T / size) * size * keys
+        return (7 if backward else 2) * 2 * H * grouping(T, size)[0] * size * keys
     if name == "linear":
         size, W = min(CHUNK, T), H + 1
         rows = math.ceil(T / size) * size

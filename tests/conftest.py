@@ -20,3 +20,9 @@ jax.config.update("jax_default_matmul_precision", "highest")
 @pytest.fixture
 def key() -> jax.Array:
     return jax.random.key(0)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fuzz", type=int, metavar="N", help="N random models, new ones each time; without it 40, always alike"
+    )

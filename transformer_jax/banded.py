@@ -1,9 +1,12 @@
 """Sliding-window attention that costs T times the window, forward and backward.
 
 Queries are cut into blocks; each block meets only the keys that the band can reach, as dense
-attention of a small size. The neighbours' keys are laid beside each other by shifting whole
-blocks, not by slicing inside a loop: the transpose of a slice writes a whole array of zeros
-for every block, and the backward pass would be quadratic again.
+attention of a small size. A group of blocks is done at a time, and again in the backward pass,
+so that the weights of all never stand in memory together.
+
+The neighbours' keys are laid beside each other by shifting whole blocks, not by slicing inside a
+loop: the transpose of a slice writes a whole array of zeros for every block, and the backward
+pass would be quadratic again.
 """
 
 import math
@@ -20,6 +23,8 @@ from transformer_jax.errors import ConfigError
 from transformer_jax.masks import Causal, Mask, Window, known
 from transformer_jax.relative import Bias
 from transformer_jax.scores import Scoring
+
+QUERIES = 512  # at most, in a group of blocks
 
 
 def width_of(mask: Mask, band: int, T: int) -> int:
@@ -41,6 +46,14 @@ def width_of(mask: Mask, band: int, T: int) -> int:
     if width > T:
         raise ConfigError(f"a window of {width} in a row of {T}: dense attention does the same for less")
     return width
+
+
+def grouping(T: int, size: int) -> tuple[int, int]:
+    """Blocks of `size` queries for T of them, a multiple of the blocks in a group; and the blocks in a group."""
+    blocks = math.ceil(T / size)
+    groups = math.ceil(blocks / max(1, QUERIES // size))
+    group = math.ceil(blocks / groups)
+    return groups * group, group
 
 
 def banded(
@@ -66,7 +79,7 @@ def banded(
     size = min(block or max(16, min(512, math.ceil(width / 2))), T)
     reach = math.ceil((width - 1) / size)  # blocks of keys before the query's own
     after = 0 if any(isinstance(part, Causal) for part in mask.parts) else reach
-    blocks = math.ceil(T / size)
+    blocks, group = grouping(T, size)
 
     def neighbours(x: jax.Array) -> jax.Array:
         """[B, T, …] -> [blocks, B, (reach + 1 + after) size, …], zeros outside the row."""
@@ -74,16 +87,17 @@ def banded(
         padding[1] = (reach * size, blocks * size - T + after * size)
         x = jnp.pad(x, padding)
         shifted = [x[:, i * size : (i + blocks) * size] for i in range(reach + 1 + after)]
-        return rearrange(shifted, "shift b (blocks t) ... -> blocks b (shift t) ...", t=size)
+        return rearrange(shifted, "shift b (groups g t) ... -> groups g b (shift t) ...", t=size, g=group)
 
     def queries(x: jax.Array) -> jax.Array:
         x = jnp.pad(x, [(0, 0), (0, blocks * size - T), (0, 0), (0, 0)])
-        return rearrange(x, "b (blocks t) ... -> blocks b t ...", t=size)
+        return rearrange(x, "b (groups g t) ... -> groups g b t ...", t=size, g=group)
 
-    q_slots = jnp.arange(blocks * size).reshape(blocks, size)
-    k_slots = q_slots[:, :1] + jnp.arange(-reach * size, (1 + after) * size)[None]
+    q_slots = jnp.arange(blocks * size).reshape(-1, group, size)
+    k_slots = q_slots[:, :, :1] + jnp.arange(-reach * size, (1 + after) * size)[None, None]
 
     def one(q: jax.Array, k: jax.Array, v: jax.Array, q_slots: jax.Array, k_slots: jax.Array) -> jax.Array:
+        """A block of queries against the keys around it."""
         inside = ((k_slots >= 0) & (k_slots < T))[None, None, None, :]
         k_slots = jnp.clip(k_slots, 0, T - 1)
         allowed = mask.block(q_slots, k_slots) & inside
@@ -91,8 +105,13 @@ def banded(
         drop = None if dropout is None else partial(dropout, q_slots_T=q_slots, k_slots_S=k_slots, T=T)
         return dense_block(q, k, v, allowed, scoring, bias=at, drop=drop, hides_keys=mask.hides_keys)[0]
 
-    out = jax.vmap(one)(queries(q_BTNH), neighbours(k_BTKH), neighbours(v_BTKH), q_slots, k_slots)
-    out = rearrange(out, "blocks b t n h -> b (blocks t) n h")[:, :T]
+    @jax.checkpoint
+    def some(xs: tuple[jax.Array, ...]) -> jax.Array:
+        # Tied to the queries, as in blockwise attention: else a scan over layers would keep all masks.
+        return jax.vmap(one)(*jax.lax.optimization_barrier(xs))
+
+    out = jax.lax.map(some, (queries(q_BTNH), neighbours(k_BTKH), neighbours(v_BTKH), q_slots, k_slots))
+    out = rearrange(out, "groups g b t n h -> b (groups g t) n h")[:, :T]
     return _loud(out, mask, width)
 
 

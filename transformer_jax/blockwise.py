@@ -26,7 +26,7 @@ from transformer_jax.numerics import product_f32
 from transformer_jax.relative import Bias
 from transformer_jax.scores import Scoring, attention_scores
 
-BLOCK = 256
+BLOCK = 128
 
 
 class Dropout(NamedTuple):
@@ -65,7 +65,7 @@ def blockwise(
 ) -> jax.Array:
     """[B, T, N, H], equal to dense attention; memory O((T + S) H + block²) for each row and head.
 
-    block: queries and keys taken at a time; 0: 256. Lengths need not be multiples of it.
+    block: queries and keys taken at a time; 0: 128. Lengths need not be multiples of it.
     The normaliser is softmax (a sink is allowed), sigmoid or relu.
     """
     T, S = q_BTNH.shape[1], k_BSKH.shape[1]
