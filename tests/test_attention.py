@@ -287,9 +287,7 @@ class Variants(chex.TestCase):
         q, k, v = inputs(2)
         mask = mask_named("causal & padding", T, S)
         want, _ = reference.attend(*map(np.float64, (q, k, v)), np.asarray(mask.dense(T, S)))
-        np.testing.assert_allclose(
-            self.variant(attend)(q, k, v, mask), want, atol=1e-5
-        )
+        np.testing.assert_allclose(self.variant(attend)(q, k, v, mask), want, atol=1e-5)
 
 
 def test_k2_numbers_are_traced_once() -> None:
@@ -309,10 +307,21 @@ def test_k2_numbers_are_traced_once() -> None:
     assert len(outs) == 8 + 2  # a window of 1 knows neither exponent nor temperature
 
 
-@pytest.mark.parametrize("shape", [(T, S), (1, T, S), (1, 1, 1, S), (1, 1, S, T)])
+def test_a_bias_is_stretched_over_rows_heads_and_queries() -> None:
+    q, k, v = inputs()
+    row = jax.random.normal(jax.random.key(3), (S,))
+    whole = attend(q, k, v, bias=jnp.broadcast_to(row, (B, N, T, S)))
+    assert np.any(np.asarray(whole) != np.asarray(attend(q, k, v)))
+    for shape in ((1, 1, 1, S), (1, 1, T, S), (T, S)):
+        np.testing.assert_array_equal(attend(q, k, v, bias=jnp.broadcast_to(row, shape)), whole)
+
+
+@pytest.mark.parametrize("shape", [(S,), (1, T, S), (1, 1, S, T), (3, 1, T, S)])
 def test_bias_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
     q, k, _ = inputs()
-    with pytest.raises(ConfigError, match=r"a bias of shape|DenseBias bias of .* in an attention of \(5, 7\)"):
+    with pytest.raises(
+        ConfigError, match=r"a bias of shape|DenseBias bias of \(7, 5\) in .* \(5, 7\)|of 3 rows in a batch of 2"
+    ):
         attend(q, k, k, bias=jnp.zeros(shape))
 
 
