@@ -1,17 +1,13 @@
 """Eight fake devices, exact products, no silent rank promotion; quick compilation.
 
 Nearly all of the suite's time is XLA compiling small programs once: without LLVM's
-optimisation that is two to three times shorter, and half again without the newer way to
-compile fusions. Subprocesses inherit it. `make run` certifies its sweep under full optimisation.
+optimisation that is two to three times shorter (tests/quick.py goes further). Subprocesses inherit
+it. `make run` certifies its sweep under full optimisation.
 """
 
 import os
-from importlib.metadata import version
 
-QUICK = ["--xla_backend_optimization_level=0"]
-if version("jax").startswith("0.10."):  # later ones abort at the flag
-    QUICK.append("--xla_cpu_use_fusion_emitters=false")
-os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *QUICK]).strip()
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
 
 import jax
 import pytest

@@ -23,6 +23,7 @@ import numpy as np
 
 from tests.fuzz_cases import VOCAB, Case, cases
 from tests.fuzz_naive import allowed_by, bias_by, naive, naive_attend
+from tests.quick import jit
 from transformer_jax import attention as attention_module
 from transformer_jax import masks
 from transformer_jax.batch import Batch
@@ -37,10 +38,6 @@ DRAWS = 4
 # are 2e-5 in float32; in the half types every product of a layer is rounded, in an order of its own),
 # and NOISE times what one rounding of every parameter does to the quantity.
 UNITS, HALF_UNITS, NOISE = 160, 8, 4
-# Programs run once: LLVM's passes and the newer way to compile fusions cost three times what they save.
-QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0}
-if jax.__version_info__ < (0, 11):  # later ones have no such choice
-    QUICK["xla_cpu_use_fusion_emitters"] = False
 
 
 # --- what is traced ---------------------------------------------------------------
@@ -157,7 +154,7 @@ def numbers(case: Case, config: Config, values: Any, plain: bool = False) -> dic
 
     own = attention_module.attend
     with mock.patch.object(attention_module, "attend", naive_attend if plain else own):
-        return jax.device_get(jax.jit(all_draws, compiler_options=QUICK)(values))
+        return jax.device_get(jit(all_draws)(values))
 
 
 def layer_in_float64(case: Case, values: Any) -> np.ndarray:

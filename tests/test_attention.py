@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests import reference
+from tests.quick import jit
 from transformer_jax import masks
 from transformer_jax.attention import (
     Attention,
@@ -24,8 +25,6 @@ from transformer_jax.scores import Scoring, attention_scores, score_factor
 
 B, T, S, N, H = 2, 5, 7, 6, 3
 STATIC = ("weights", "implementation", "block", "band")
-# Programs run once here: LLVM's passes would cost more than they save.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 jit_attend = jit(attend, static_argnames=STATIC)
 
 
@@ -188,7 +187,7 @@ def ulps(a: np.ndarray, b: np.ndarray) -> int:
 def test_b20_no_factor_is_the_factor_at_another_temperature() -> None:
     """Worst case measured: 0 ulp with traced numbers, 1 ulp where XLA folds constants."""
     H = np.arange(1, 513, dtype=np.float32)
-    factor = jax.jit(jax.vmap(score_factor))
+    factor = jit(jax.vmap(score_factor))
     half, none = np.full(512, 0.5, np.float32), np.zeros(512, np.float32)
     root = np.float32(np.sqrt(H.astype(np.float64)))
     on, off = factor(H, half, none + 1), factor(H, none, none + 1)
@@ -198,12 +197,12 @@ def test_b20_no_factor_is_the_factor_at_another_temperature() -> None:
     assert ulps(on, np.float32(H.astype(np.float64) ** -0.5)) <= 1
     for width in (1, 4, 16, 64, 256):
         assert float(on[width - 1]) == width**-0.5
-    traced = jax.jit(score_factor, static_argnums=0)
+    traced = jit(score_factor, static_argnums=0)
     for width in (1, 3, 4, 16, 17, 64, 256, 265):
-        scalar, folded = traced(width, 0.5, 1.0), jax.jit(functools.partial(score_factor, width, 0.5, 1.0))()
+        scalar, folded = traced(width, 0.5, 1.0), jit(functools.partial(score_factor, width, 0.5, 1.0))()
         assert ulps(scalar, on[width - 1]) <= 1 and ulps(folded, on[width - 1]) <= 1
         assert ulps(traced(width, 0.5, width**-0.5), np.float32(1)) <= 1
-        assert ulps(jax.jit(functools.partial(score_factor, width, 0.5, width**-0.5))(), np.float32(1)) <= 1
+        assert ulps(jit(functools.partial(score_factor, width, 0.5, width**-0.5))(), np.float32(1)) <= 1
         if width in (1, 4, 16, 64, 256):
             assert scalar == folded == traced(width, 0.0, width**0.5) == width**-0.5
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.quick import jit
 from transformer_jax import masks, relative
 from transformer_jax.attention import CAPABILITIES, attend
 from transformer_jax.errors import ConfigError
@@ -85,7 +86,7 @@ def outcome(implementation: str, S: int, arguments: dict[str, Any]) -> Any:
         return jnp.sum(jnp.sin(out[0] if weights else out)), out
 
     assert isinstance(mask, Mask)
-    grads, out = jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))(*inputs(S))
+    grads, out = jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))(*inputs(S))
     return out, grads
 
 
@@ -158,8 +159,8 @@ def test_a_traced_window_needs_a_band_and_is_loud_beyond_it() -> None:
         return out
 
     with pytest.raises(ConfigError, match="needs `band`"):
-        jax.jit(lambda w: run(w, 0))(4)
-    within = jax.jit(lambda w: run(w, 6))
+        jit(lambda w: run(w, 0))(4)
+    within = jit(lambda w: run(w, 6))
     for width in (1, 4, 6):
         np.testing.assert_allclose(within(width), attend(*inputs(T), masks.window(width)), atol=2e-6)
     assert bool(jnp.all(jnp.isnan(within(7))))

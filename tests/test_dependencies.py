@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests import reference
+from tests.quick import jit
 from transformer_jax import masks
 from transformer_jax.batch import Batch
 from transformer_jax.config import Config, Hyper
@@ -31,8 +32,6 @@ SMALL = Config(
     relative_buckets=4,
     relative_distance=3,
 )
-# Programs run once here: LLVM's passes would cost more than they save.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 measure = jit(measured, static_argnums=1)
 
 

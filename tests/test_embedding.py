@@ -82,15 +82,7 @@ def test_tied_output_is_the_transpose(params: Embedding) -> None:
         np.asarray(x) @ np.asarray(params.wout_DV),
         atol=1e-5,
     )
-    assert (
-        np.max(
-            np.abs(
-                unembed(params, x, Config(), Hyper())
-                - unembed(tied, x, Config(), Hyper())
-            )
-        )
-        > 0.1
-    )
+    assert np.max(np.abs(unembed(params, x, Config(), Hyper()) - unembed(tied, x, Config(), Hyper()))) > 0.1
 
 
 def test_tied_weights_get_both_gradients(params: Embedding) -> None:
@@ -128,12 +120,7 @@ def test_d4_types(params: Embedding, dtype: str, positions: str) -> None:
     x = jax.eval_shape(lambda t: embed(p, t, POSITIONS, c), TOKENS)
     assert x.dtype == jnp.dtype(dtype)
     for q in (p, Embedding(p.embed_VD, None, None)):
-        assert (
-            jax.eval_shape(
-                lambda y, q=q: unembed(q, y, Config(), Hyper()), x
-            ).dtype
-            == jnp.float32
-        )
+        assert jax.eval_shape(lambda y, q=q: unembed(q, y, Config(), Hyper()), x).dtype == jnp.float32
 
 
 def test_g12_bfloat16_does_not_alias_positions(params: Embedding) -> None:

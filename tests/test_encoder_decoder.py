@@ -11,6 +11,7 @@ import pytest
 
 from tests import reference
 from tests.fixtures.torch_layers import from_torch, load
+from tests.quick import jit
 from transformer_jax import masks
 from transformer_jax.batch import Batch
 from transformer_jax.config import MASKS, NORMS, PLACEMENTS, Config, Hyper
@@ -40,8 +41,6 @@ SMALL = Config(
     block_size=2,
 )
 HYPER = Hyper(window=3, prefix=3)
-# Programs run once here: LLVM's passes would cost more than they save.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 logits_of = jit(lambda c, p, h, b, k=None: forward(p, c, h, b, k)[0], static_argnums=0)
 
 

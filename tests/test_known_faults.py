@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests import reference
+from tests.quick import jit
 from transformer_jax import masks
 from transformer_jax.attention import attend
 from transformer_jax.batch import Batch
@@ -28,8 +29,6 @@ from transformer_jax.train import gradients
 B, N, K, H = 2, 4, 2, 3
 SOFTMAX = ("blockwise", "banded")
 OTHERS = (*SOFTMAX, "linear")
-# Programs run once here: LLVM's passes would cost more than they save.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 DTYPES = ("float32", "bfloat16", "float16")
 
 

@@ -15,6 +15,7 @@ import pytest
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from tests import reference
+from tests.quick import jit
 from transformer_jax import masks, relative
 from transformer_jax.attention import attend
 from transformer_jax.batch import Batch
@@ -36,8 +37,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "linear": {},
 }
 HYPER = Hyper(window=T)  # banded attention then sees what the others do
-# Programs run once here: LLVM's passes would cost more than they save.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 slopes_of = jit(gradients, static_argnums=1)
 
 

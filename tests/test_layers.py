@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.quick import jit
 from transformer_jax import masks, relative
 from transformer_jax.batch import Batch
 from transformer_jax.config import Config, Hyper, with_terms
@@ -44,7 +45,7 @@ def batch(config: Config, **changes: Any) -> Batch:
 
 
 def logits(config: Config, data: Batch, hyper: Hyper = HYPER, params: Transformer | None = None) -> jax.Array:
-    run = jax.jit(forward, static_argnums=1)
+    run = jit(forward, static_argnums=1)
     return run(params or parameters(config), config, hyper, data)[0]
 
 
@@ -80,7 +81,7 @@ def test_t5_buckets_look_one_way_where_the_mask_is_causal() -> None:
 @pytest.mark.parametrize("architecture", ["decoder", "encoder_decoder"])
 def test_tables_of_positions_are_trained(architecture: str) -> None:
     config = small(positions="t5", architecture=architecture, attention_sink=True, qk_norm=True)
-    grads, _ = jax.jit(gradients, static_argnums=1)(parameters(config), config, HYPER, batch(config))
+    grads, _ = jit(gradients, static_argnums=1)(parameters(config), config, HYPER, batch(config))
     stacks = [stack for stack in (grads.encoder, grads.decoder) if stack is not None]
     for stack in stacks:
         leaves = (stack.relative_CN, stack.layers.attention.sink_N, stack.layers.attention.q_scale_H)
@@ -121,13 +122,13 @@ def test_experts_add_their_losses_for_each_routed_token(architecture: str) -> No
     lengths, source = jnp.array([7, 2, 4]), jnp.array([5, 1, 3])
     data = batch(config, lengths_B=lengths, weights_BT=(jnp.arange(T)[None] < lengths[:, None]).astype(jnp.float32))
     data = data.replace(source_lengths_B=source) if architecture == "encoder_decoder" else data
-    seen = jax.jit(hidden, static_argnums=1)(parameters(config), config, HYPER, data)[1].experts
+    seen = jit(hidden, static_argnums=1)(parameters(config), config, HYPER, data)[1].experts
     assert seen is not None
     routed = int(lengths.sum()) + (int(source.sum()) if architecture == "encoder_decoder" else 0)
     assert float(seen.tokens) == routed
     assert 0.5 * routed < float(seen.load_balance) < 3 * routed
     off, on = (
-        jax.jit(token_sums, static_argnums=1)(parameters(config), config, hyper, data)
+        jit(token_sums, static_argnums=1)(parameters(config), config, hyper, data)
         for hyper in (Hyper(load_balance=0.0, router_z_loss=0.0), Hyper(load_balance=0.5, router_z_loss=0.25))
     )
     np.testing.assert_allclose(on.objective - off.objective, 0.5 * seen.load_balance + 0.25 * seen.z, rtol=1e-4)
@@ -143,7 +144,7 @@ def test_f1_experts_under_accumulation_give_the_step_of_one_batch(factor: float)
     lengths = jnp.array([7, 1, 3, 6, 2, 5])
     data = Batch(ids[:, :-1], ids[:, 1:], (jnp.arange(T)[None] < lengths[:, None]).astype(jnp.float32), lengths)
     hyper = Hyper(load_balance=0.5, router_z_loss=0.1)
-    run = jax.jit(gradients, static_argnums=1)
+    run = jit(gradients, static_argnums=1)
     (whole, sums), (parts, added) = (
         run(parameters(c), c, hyper, data) for c in (config, config.replace(accumulation=3))
     )
@@ -162,7 +163,7 @@ def test_balance_spreads_tokens_over_experts() -> None:
         layers = state.params.decoder.layers.replace(ffn=moe.replace(wr_DE=moe.wr_DE.at[..., 0].add(2.0)))  # type: ignore[union-attr]
         state = state.replace(params=state.params.replace(decoder=state.params.decoder.replace(layers=layers)))
         data = batch(config)
-        step = jax.jit(lambda state: train_step(config, state, hyper, data))
+        step = jit(lambda state: train_step(config, state, hyper, data))
         for _ in range(40):
             state, metrics = step(state)
         assert float(metrics["dropped"]) == 0

@@ -1,7 +1,5 @@
 """Masks: every kind against a predicate, composition, positions, counts, refusals, and rows without a key."""
 
-import functools
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -9,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests import reference
+from tests.quick import jit
 from transformer_jax import masks
 from transformer_jax.attention import attend
 from transformer_jax.config import MASKS, Config, Hyper
@@ -16,8 +15,6 @@ from transformer_jax.errors import ConfigError
 from transformer_jax.scores import Scoring, masked_softmax
 
 HYPER = Hyper(window=3, prefix=4)
-# Programs run once here: LLVM's passes would cost more than they save.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 jit_attend = jit(attend, static_argnames=("weights", "implementation", "block", "band"))
 
 

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from tests import reference
+from tests.quick import jit
 from transformer_jax.config import GATED, Config, Hyper
 from transformer_jax.errors import ConfigError
 from transformer_jax.ffn import ACTIVATIONS, FFN, ffn, init_ffn
 from transformer_jax.moe import MoE, MoELosses, capacity, init_moe, moe
 from transformer_jax.optim import decays
 
-apply = jax.jit(moe, static_argnums=2)
+apply = jit(moe, static_argnums=2)
 LOSSES = tuple(f.name for f in dataclasses.fields(MoELosses))
 
 
@@ -151,7 +152,7 @@ def test_gradients_and_curvature_equal_those_of_all_nets_on_all_tokens(factor: f
         return jnp.sum(y * cotangent) + 0.3 * balance + 0.2 * z
 
     def derivatives(f: Any) -> Any:
-        return jax.jit(lambda v: jax.jvp(jax.grad(f, argnums=(0, 1)), v, jax.tree.map(jnp.cos, v)))((p, x))
+        return jit(lambda v: jax.jvp(jax.grad(f, argnums=(0, 1)), v, jax.tree.map(jnp.cos, v)))((p, x))
 
     got, want = derivatives(ours), derivatives(theirs)
     for order in (0, 1):
@@ -201,7 +202,7 @@ def test_capacity(k: int, T: int, factor: float, E: int, slots: int) -> None:
 def test_no_later_token_and_no_other_row_is_felt(factor: float) -> None:
     c = config("gelu", expert_capacity=factor)
     p, x = random_params(c), tokens(B=2, T=7)
-    jacobian = jax.jit(jax.jacrev(lambda x: moe(p, x, c, Hyper())[0]))(x)  # [B, T, D, B, T, D]
+    jacobian = jit(jax.jacrev(lambda x: moe(p, x, c, Hyper())[0]))(x)  # [B, T, D, B, T, D]
     felt = np.abs(np.asarray(jacobian)).max(axis=(2, 5))
     alive = np.asarray(loop(p, x, c)[2] > 0).any(axis=2)
     for b in range(2):
@@ -241,7 +242,7 @@ def test_padding_changes_nothing_for_real_tokens(factor: float) -> None:
         y, losses = moe(p, x, c, Hyper(), None, real)
         return jnp.sum(jnp.sin(y)) + losses.weighted(Hyper()), (y, losses)
 
-    run = jax.jit(jax.value_and_grad(objective, has_aux=True))
+    run = jit(jax.value_and_grad(objective, has_aux=True))
     (_, (y, losses)), dx = run(padded, real)
     (_, (y_short, losses_short)), dx_short = run(x[:1, :5], None)
     for whole, short in ((y, y_short), (dx, dx_short)):
@@ -278,7 +279,7 @@ def test_what_teaches_the_router() -> None:
             y, losses = moe(p.replace(wr_DE=wr), x, c, Hyper())
             return jnp.stack([jnp.sum(jnp.sin(y)), losses.load_balance, losses.z])
 
-        return [float(jnp.abs(g).max()) for g in jax.jit(jax.jacrev(all_three))(p.wr_DE)]
+        return [float(jnp.abs(g).max()) for g in jit(jax.jacrev(all_three))(p.wr_DE)]
 
     for k in (1, 2):
         gates, balance, z = gradients(k)
@@ -306,7 +307,7 @@ def test_arms_of_a_sweep_equal_their_solo_runs(factor: float) -> None:
     def gradient(p: MoE, x: jax.Array) -> Any:
         return jax.grad(lambda p: jnp.sum(jnp.sin(moe(p, x, c, Hyper())[0])))(p)
 
-    together, alone = jax.jit(jax.vmap(gradient))(jax.tree.map(lambda *a: jnp.stack(a), *p), x), jax.jit(gradient)
+    together, alone = jit(jax.vmap(gradient))(jax.tree.map(lambda *a: jnp.stack(a), *p), x), jit(gradient)
     for i in range(3):
         arm = one(together, i)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), arm, alone(p[i], x[i]))
@@ -317,7 +318,7 @@ def test_one_expert_is_the_feed_forward_layer(kind: str, factor: float) -> None:
     c = config(kind, num_experts=1, experts_per_token=1, expert_capacity=factor)
     p, x = random_params(c), tokens(B=3)
     for dtype, tolerance in ((jnp.float32, 1e-5), (jnp.bfloat16, 0.0)):
-        want = jax.jit(ffn, static_argnums=2)(one(nets(p), 0), x.astype(dtype), c, Hyper())
+        want = jit(ffn, static_argnums=2)(one(nets(p), 0), x.astype(dtype), c, Hyper())
         got = apply(p, x.astype(dtype), c, Hyper())[0]
         np.testing.assert_allclose(got.astype(jnp.float32), want.astype(jnp.float32), rtol=tolerance, atol=tolerance)
 
@@ -331,7 +332,7 @@ def test_half_precision(dtype: Any, factor: float) -> None:
         y, losses = moe(p, x, c, Hyper())
         return jnp.sum(y.astype(jnp.float32)), (y, losses)
 
-    grads, (y, losses) = jax.jit(jax.grad(objective, argnums=(0, 1), has_aux=True))(p, x)
+    grads, (y, losses) = jit(jax.grad(objective, argnums=(0, 1), has_aux=True))(p, x)
     assert y.dtype == grads[1].dtype == dtype
     exact, exact_losses = apply(p, x.astype(jnp.float32), c, Hyper())
     assert float(jnp.abs(y - exact).max()) < 8 * float(jnp.finfo(dtype).eps) * float(jnp.abs(exact).max())
@@ -393,7 +394,7 @@ def test_activation_dropout() -> None:
 
 def test_initial_draws() -> None:
     c = config("swiglu", d_model=101, d_ff=53, num_experts=3, experts_per_token=1)
-    init = jax.jit(init_moe, static_argnums=1)
+    init = jit(init_moe, static_argnums=1)
     p, more = init(jax.random.key(0), c), init(jax.random.key(0), c.replace(num_experts=7))
     for w, fan_in in ((p.w1_EDF, 101), (p.wg_EDF, 101), (p.w2_EFD, 53), (more.wr_DE, 101)):
         assert float(np.std(w)) == pytest.approx(fan_in**-0.5, rel=0.05)

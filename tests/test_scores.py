@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
+from tests.quick import jit
 from transformer_jax import masks
 from transformer_jax.attention import attend, attention, init_attention
 from transformer_jax.config import Config, Hyper
@@ -59,7 +60,7 @@ def test_f03_normalisers_equal_the_loop(kind: str) -> None:
     scores = random.normal(size=(23, 13)).astype(np.float32) * np.linspace(0.1, 5, 23, dtype=np.float32)[:, None]
     allowed = random.random((23, 13)) < 0.7
     allowed[3], allowed[4], scores[5] = False, True, -np.abs(scores[5])
-    got = jax.jit(NORMALISERS[kind])(scores, jnp.asarray(allowed))
+    got = jit(NORMALISERS[kind])(scores, jnp.asarray(allowed))
     want = np.stack([naive(kind, *row) for row in zip(scores, allowed, strict=True)])
     np.testing.assert_allclose(got, want, atol=1e-6)
     assert np.all(np.asarray(got)[~allowed] == 0)
@@ -106,10 +107,10 @@ def test_a1_a5_rows_and_types(kind: str, dtype: str) -> None:
 
 def test_entmax_is_sparse_and_exact_at_any_width() -> None:
     scores = jax.random.normal(jax.random.key(0), (7, 513)) * 4
-    p = np.asarray(jax.jit(entmax15)(scores))
+    p = np.asarray(jit(entmax15)(scores))
     np.testing.assert_allclose(p.sum(-1), 1, atol=1e-5)
     assert np.all((p > 0).sum(-1) < 60)
-    np.testing.assert_allclose(jax.jit(entmax15)(scores + 1000), p, atol=2e-3)  # float32 of 1000 + s
+    np.testing.assert_allclose(jit(entmax15)(scores + 1000), p, atol=2e-3)  # float32 of 1000 + s
     np.testing.assert_allclose(entmax15(jnp.zeros((1, 5))), [[0.2] * 5], atol=1e-6)
     np.testing.assert_allclose(entmax15(jnp.array([[2.0, 2.0, -jnp.inf]])), [[0.5, 0.5, 0]], atol=1e-6)
 
@@ -118,7 +119,7 @@ def test_softcap() -> None:
     x = jnp.array([-1e4, -2.0, 0.0, 0.5, 30.0])
     np.testing.assert_allclose(softcap(x, 3.0), 3 * np.tanh(np.asarray(x) / 3), rtol=1e-6)
     assert float(jnp.max(jnp.abs(softcap(x, 3.0)))) <= 3
-    np.testing.assert_array_equal(jax.jit(softcap)(x, 0.0), x)  # a traced cap of 0 is none
+    np.testing.assert_array_equal(jit(softcap)(x, 0.0), x)  # a traced cap of 0 is none
     np.testing.assert_allclose(softcap(x[2:4], 1e4), x[2:4], atol=1e-6)
     assert all(bool(jnp.isfinite(jax.grad(lambda c: jnp.sum(softcap(x, c)))(cap))) for cap in (0.0, 3.0))
 
@@ -146,7 +147,7 @@ def test_a_sink_is_a_key_without_a_value() -> None:
         made = attend(q, k, v, mask, scoring=Scoring(sink_N=sink), implementation=implementation, block=2)
         return jnp.sum(jnp.cos(made))  # type: ignore[arg-type]
 
-    slopes = [jax.jit(jax.grad(total), static_argnums=1)(sink, name) for name in ("dense", "blockwise")]
+    slopes = [jit(jax.grad(total), static_argnums=1)(sink, name) for name in ("dense", "blockwise")]
     np.testing.assert_allclose(*slopes, atol=1e-5)
     step = 1e-2
     by_hand = [
@@ -169,7 +170,7 @@ def test_h03_qk_norm_makes_scores_cosines() -> None:
     config = Config(d_model=12, num_heads=3, qk_norm=True, positions="none", norm_epsilon=0.0)
     params = init_attention(jax.random.key(0), config)
     x, mask = jax.random.normal(jax.random.key(1), (1, 5, 12)), masks.causal()
-    run = jax.jit(lambda x, p: attention(p, x, x, mask, config, Hyper(), trace=True)[1])
+    run = jit(lambda x, p: attention(p, x, x, mask, config, Hyper(), trace=True)[1])
     one = run(x, params)
     assert one is not None and params.q_scale_H is not None
     assert float(jnp.max(jnp.abs(one.scores_BNTS))) <= 4**0.5 + 1e-5  # H / sqrt(H)

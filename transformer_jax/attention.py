@@ -122,7 +122,9 @@ def attend(
     dropout = None if dropout_rate is None or key is None else Dropout(key, dropout_rate)
     check_normaliser(scoring)
     check_capabilities(implementation, _asked(mask, scoring, bias, dropout, weights, T, S))
-    mask.check(T, S, B)
+    for part in (mask, bias):
+        if part is not None:
+            part.check(T, S, B)
     if implementation == "linear":
         return linear_attention(q_BTNH, k_BSKH, v_BSKH, mask, scoring, block=block)
     rest: Any = {"bias": bias, "dropout": dropout, "block": block}
