@@ -5,7 +5,7 @@
 
 Batch 4 x 256, D512 N8 H64 L12 F1376 V8192, RMSNorm, SwiGLU, RoPE, tied, float32, AdamW with
 clipping to 1. The variants are written out here, apart from the library, because they differ
-in what its parameter names fix; `library` is its own step. They take turns, so that a change
+in what its parameter names fix; those named `library` are its own step. They take turns, so that a change
 of the machine's speed meets them all: only ratios within one run mean anything.
 """
 
@@ -55,6 +55,12 @@ LIBRARY = Config(
     vocab_size=V, d_model=D, num_layers=L, num_heads=N, d_ff=F, ffn="swiglu", ffn_bias=False, norm="rmsnorm",
     scale_embeddings=False, optimizer="adamw", terms=("clip",), scan_unroll=0, seq_len=T, batch_size=B,
 )  # fmt: skip
+LIBRARIES = {
+    "library": LIBRARY,
+    "library_scan": LIBRARY.replace(scan_unroll=1),
+    "library_blockwise": LIBRARY.replace(attention_implementation="blockwise"),
+    "library_loss_chunks_4": LIBRARY.replace(loss_chunks=4),
+}
 
 
 def init(layout: Layout) -> dict:
@@ -145,16 +151,16 @@ def build(layout: Layout):
     return (params, rule.init(params)), jax.jit(step, donate_argnums=0)
 
 
-def library():
+def library(config: Config):
     """The project's own step."""
     hyper = Hyper(clip_norm=1.0)
 
     def step(state, ids):
         batch = Batch(tokens_BT=ids[:, :-1], targets_BT=ids[:, 1:], weights_BT=jnp.ones((B, T)))
-        state, metrics = train_step(LIBRARY, state, hyper, batch)
+        state, metrics = train_step(config, state, hyper, batch)
         return state, metrics["loss"]
 
-    return jax.jit(lambda key: init_state(LIBRARY, hyper, key))(jax.random.key(0)), jax.jit(step, donate_argnums=0)
+    return jax.jit(lambda key: init_state(config, hyper, key))(jax.random.key(0)), jax.jit(step, donate_argnums=0)
 
 
 def main() -> None:
@@ -163,12 +169,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="")
     args = parser.parse_args()
-    wanted = args.only.split(",") if args.only else [*LAYOUTS, "library"]
+    wanted = args.only.split(",") if args.only else [*LAYOUTS, *LIBRARIES]
     ids = jax.random.randint(jax.random.key(2), (B, T + 1), 0, V)
     made, compiled, times = {}, {}, {name: [] for name in wanted}
     for name in wanted:
         begun = time.perf_counter()
-        state, step = library() if name == "library" else build(LAYOUTS[name])
+        state, step = library(LIBRARIES[name]) if name in LIBRARIES else build(LAYOUTS[name])
         made[name] = [jax.block_until_ready(step(state, ids))[0], step]
         compiled[name] = time.perf_counter() - begun
     for _ in range(args.rounds):
@@ -178,10 +184,10 @@ def main() -> None:
             jax.block_until_ready(value)
             times[name].append(time.perf_counter() - begun)
     base = np.median(times[wanted[0]])
-    print(f"{'layout':16} median   least  to {wanted[0]}  first call")
+    print(f"{'layout':21} median   least  to {wanted[0]}  first call")
     for name in wanted:
         t = np.asarray(times[name])
-        print(f"{name:16} {np.median(t):6.3f}  {t.min():6.3f}  {np.median(t) / base:7.3f}  {compiled[name]:6.1f} s")
+        print(f"{name:21} {np.median(t):6.3f}  {t.min():6.3f}  {np.median(t) / base:7.3f}  {compiled[name]:6.1f} s")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.quick import jit
-from transformer_jax import masks, relative
+from transformer_jax import banded, masks, relative
 from transformer_jax.attention import CAPABILITIES, attend
 from transformer_jax.errors import ConfigError
 from transformer_jax.masks import BlockSparse, Causal, Inverted, Mask, Padding, PrefixLM, Segments, Window
@@ -145,6 +145,24 @@ def test_every_kind_of_mask_has_a_column() -> None:
 def test_calls_at_odds_are_refused_with_their_values(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         attend(*inputs(T), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("width", "block", "queries"), [(7, 2, 2), (7, 2, 4), (11, 1, 3), (2, 4, 4), (1, 3, 6), (9, 4, 64), (5, 16, 1)]
+)
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_bands_of_any_width_in_blocks_and_groups_of_any_size(
+    width: int, block: int, queries: int, both_ways: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(banded, "QUERIES", queries)
+    mask = Mask((Window(width),)) if both_ways else masks.window(width)
+    arguments = {"mask": mask & masks.padding(jnp.array([11, 8]))}
+
+    def run(implementation: str) -> Any:
+        call = functools.partial(attend, implementation=implementation, block=block, **arguments)
+        return jit(jax.value_and_grad(lambda *qkv: jnp.sum(jnp.sin(call(*qkv))), argnums=(0, 1, 2)))(*inputs(T))
+
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6), run("banded"), run("dense"))
 
 
 def test_causal_linear_attention_of_other_lengths_is_refused() -> None:

@@ -81,13 +81,23 @@ def banded(
     after = 0 if any(isinstance(part, Causal) for part in mask.parts) else reach
     blocks, group = grouping(T, size)
 
-    def neighbours(x: jax.Array) -> jax.Array:
-        """[B, T, …] -> [blocks, B, (reach + 1 + after) size, …], zeros outside the row."""
+    def around(x: jax.Array) -> jax.Array:
+        """[B, T, …] -> [groups, B, (reach + group + after) size, …], zeros outside the row: what a group sees."""
         padding = [(0, 0)] * x.ndim
-        padding[1] = (reach * size, blocks * size - T + after * size)
+        padding[1] = (reach * size, blocks * size - T + math.ceil((reach + after) / group) * group * size)
         x = jnp.pad(x, padding)
-        shifted = [x[:, i * size : (i + blocks) * size] for i in range(reach + 1 + after)]
-        return rearrange(shifted, "shift b (groups g t) ... -> groups g b (shift t) ...", t=size, g=group)
+        slab, step = (reach + group + after) * size, group * size
+        pieces = []
+        for start in range(0, slab, step):
+            piece = x[:, start : start + blocks * size]
+            piece = rearrange(piece, "b (groups t) ... -> groups b t ...", t=step)
+            pieces.append(piece[:, :, : slab - start])
+        return jnp.concatenate(pieces, axis=2)
+
+    def neighbours(x: jax.Array) -> jax.Array:
+        """[B, (reach + group + after) size, …] of a group -> [group, B, (reach + 1 + after) size, …]."""
+        shifted = [x[:, i * size : (i + group) * size] for i in range(reach + 1 + after)]
+        return rearrange(shifted, "shift b (g t) ... -> g b (shift t) ...", t=size)
 
     def queries(x: jax.Array) -> jax.Array:
         x = jnp.pad(x, [(0, 0), (0, blocks * size - T), (0, 0), (0, 0)])
@@ -108,9 +118,10 @@ def banded(
     @jax.checkpoint
     def some(xs: tuple[jax.Array, ...]) -> jax.Array:
         # Tied to the queries, as in blockwise attention: else a scan over layers would keep all masks.
-        return jax.vmap(one)(*jax.lax.optimization_barrier(xs))
+        q, k, v, *slots = jax.lax.optimization_barrier(xs)
+        return jax.vmap(one)(q, neighbours(k), neighbours(v), *slots)
 
-    out = jax.lax.map(some, (queries(q_BTNH), neighbours(k_BTKH), neighbours(v_BTKH), q_slots, k_slots))
+    out = jax.lax.map(some, (queries(q_BTNH), around(k_BTKH), around(v_BTKH), q_slots, k_slots))
     out = rearrange(out, "groups g b t n h -> b (groups g t) n h")[:, :T]
     return _loud(out, mask, width)
 
