@@ -29,7 +29,7 @@ from transformer_jax.masks import Mask
 from transformer_jax.norms import rms
 from transformer_jax.numerics import product
 from transformer_jax.relative import Bias
-from transformer_jax.scores import PLAIN, Scoring, attention_scores, check_heads, check_normaliser
+from transformer_jax.scores import PLAIN, Scoring, attention_scores, check_heads, check_normaliser, check_sink
 
 _MASKS = frozenset(
     f"a {part.__name__} mask"
@@ -122,6 +122,7 @@ def attend(
     dropout = None if dropout_rate is None or key is None else Dropout(key, dropout_rate)
     check_normaliser(scoring)
     check_capabilities(implementation, _asked(mask, scoring, bias, dropout, weights, T, S))
+    check_sink(scoring)
     for part in (mask, bias):
         if part is not None:
             part.check(T, S, B)

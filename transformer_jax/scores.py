@@ -183,9 +183,13 @@ def masked_entmax15(scores: jax.Array, allowed: jax.Array | None) -> jax.Array:
 
 
 def check_normaliser(scoring: Scoring) -> None:
-    """Raise ConfigError for an unknown normaliser, and for a sink with one that has none."""
+    """Raise ConfigError for an unknown normaliser."""
     if scoring.normaliser not in NORMALISERS:
         raise unknown("normaliser", scoring.normaliser, NORMALISERS)
+
+
+def check_sink(scoring: Scoring) -> None:
+    """Raise ConfigError for a sink in a normaliser that has none."""
     if scoring.sink_N is not None and scoring.normaliser != "softmax":
         raise ConfigError(f"a sink with normaliser {scoring.normaliser}: only softmax has one")
 
