@@ -140,13 +140,18 @@ def masked_relu(scores: jax.Array, allowed: jax.Array | None) -> jax.Array:
     return positive / jnp.where(total > 0, total, 1)
 
 
-@jax.custom_jvp
 def entmax15(scores: jax.Array) -> jax.Array:
     """argmax_p p.s + H_1.5(p) over the last axis: max(s/2 - tau, 0)^2, sparse (Peters et al. 2019).
 
     Exact, by sorting: tau is the one of the k for which the k largest scores form the support.
     Scores more than 2 below the largest have no weight, so that -inf may be given for them.
     """
+    return jnp.square(_roots(scores)).astype(scores.dtype)
+
+
+@jax.custom_jvp
+def _roots(scores: jax.Array) -> jax.Array:
+    """max(s/2 - tau, 0), float32, whose squares sum to 1."""
     z = scores.astype(jnp.float32) / 2
     # Clipping changes no weight: those more than 1 below the top (of halves) are outside.
     z = jnp.maximum(z - jnp.max(z, axis=-1, keepdims=True), -2.0)
@@ -157,19 +162,21 @@ def entmax15(scores: jax.Array) -> jax.Array:
     tau = mean - jnp.sqrt(jnp.maximum((1 - spread) / k, 0))
     support = jnp.sum(tau <= ordered, axis=-1, keepdims=True)
     tau = jnp.take_along_axis(tau, support - 1, axis=-1)
-    return jnp.square(jnp.maximum(z - tau, 0)).astype(scores.dtype)
+    return jnp.maximum(z - tau, 0)
 
 
-@entmax15.defjvp
-def _entmax15_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
-    """dp = r (ds - sum(r ds) / sum(r)) with r = sqrt(p): differentiable again inside the support."""
+@_roots.defjvp
+def _roots_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    """d(z - tau) = dz - sum(r dz) / sum(r) inside the support, r the roots.
+
+    Not through sqrt(p): its slope at a small weight overflows in the second derivative.
+    """
     (scores,), (change,) = primals, tangents
-    p = entmax15(scores)
-    inside = p > 0
-    root = jnp.where(inside, jnp.sqrt(jnp.where(inside, p, 1)), 0)
-    change = jnp.where(inside, change, 0)
-    mean = jnp.sum(root * change, axis=-1, keepdims=True) / jnp.sum(root, axis=-1, keepdims=True)
-    return p, root * (change - mean)
+    roots = _roots(scores)
+    inside = roots > 0
+    change = jnp.where(inside, change.astype(jnp.float32) / 2, 0)
+    mean = jnp.sum(roots * change, axis=-1, keepdims=True) / jnp.sum(roots, axis=-1, keepdims=True)
+    return roots, jnp.where(inside, change - mean, 0)
 
 
 def masked_entmax15(scores: jax.Array, allowed: jax.Array | None) -> jax.Array:
