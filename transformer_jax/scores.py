@@ -183,11 +183,10 @@ def masked_entmax15(scores: jax.Array, allowed: jax.Array | None) -> jax.Array:
     """`entmax15` over the allowed entries."""
     if allowed is None:
         return entmax15(scores)
-    # Masked scores are put 4 below the largest, which is outside: finite, so that no inf - inf
-    # can arise in a derivative however the compiler orders it.
-    top = jnp.max(jnp.where(allowed, scores, -jnp.inf), axis=-1, keepdims=True)
-    low = jax.lax.stop_gradient(jnp.where(jnp.isneginf(top), 0, top)) - 4
-    return jnp.where(allowed, entmax15(jnp.where(allowed, scores, low)), 0)
+    some = jnp.any(allowed, axis=-1, keepdims=True)
+    # A row that allows nothing is normalised over harmless zeros, and then dropped.
+    weights = entmax15(jnp.where(allowed, scores, jnp.where(some, -jnp.inf, 0).astype(scores.dtype)))
+    return jnp.where(allowed, weights, 0)
 
 
 def check_normaliser(scoring: Scoring) -> None:
