@@ -169,7 +169,7 @@ def _roots(scores: jax.Array) -> jax.Array:
 def _roots_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
     """d(z - tau) = dz - sum(r dz) / sum(r) inside the support, r the roots.
 
-    Not through sqrt(p): its slope at a small weight overflows in the second derivative.
+    Not through sqrt(p), which has no derivative at p = 0.
     """
     (scores,), (change,) = primals, tangents
     roots = _roots(scores)
