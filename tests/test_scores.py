@@ -115,6 +115,21 @@ def test_entmax_is_sparse_and_exact_at_any_width() -> None:
     np.testing.assert_allclose(entmax15(jnp.array([[2.0, 2.0, -jnp.inf]])), [[0.5, 0.5, 0]], atol=1e-6)
 
 
+def test_entmax_has_second_derivatives_in_a_scan() -> None:
+    """One candidate for tau takes the root of 0 here; a custom rule does not survive the scan (jax 0.10)."""
+    row, direction = jnp.array([3.0, 2.5, 0.0, -1.0]), jnp.array([0.7, -0.4, 1.0, 2.0])
+
+    def value(turn: jax.Array) -> jax.Array:
+        layer = lambda x, _: (x + jnp.sin(3 * entmax15(turn * x)), None)  # noqa: E731
+        return jnp.sum(jnp.cos(jax.lax.scan(layer, row, length=1)[0]))
+
+    slope = jax.grad(value)
+    got = jit(jax.grad(lambda t: jnp.vdot(slope(t), direction)))(jnp.ones(4))
+    apart = slope(1 + 0.01 * direction) - slope(1 - 0.01 * direction)
+    np.testing.assert_allclose(got, apart / 0.02, atol=5e-3)
+    assert float(jnp.max(jnp.abs(got))) > 1
+
+
 def test_softcap() -> None:
     x = jnp.array([-1e4, -2.0, 0.0, 0.5, 30.0])
     np.testing.assert_allclose(softcap(x, 3.0), 3 * np.tanh(np.asarray(x) / 3), rtol=1e-6)

@@ -145,38 +145,31 @@ def entmax15(scores: jax.Array) -> jax.Array:
 
     Exact, by sorting: tau is the one of the k for which the k largest scores form the support.
     Scores more than 2 below the largest have no weight, so that -inf may be given for them.
+    Differentiable to any order wherever the support does not change.
     """
-    return jnp.square(_roots(scores)).astype(scores.dtype)
-
-
-@jax.custom_jvp
-def _roots(scores: jax.Array) -> jax.Array:
-    """max(s/2 - tau, 0), float32, whose squares sum to 1."""
     z = scores.astype(jnp.float32) / 2
-    # Clipping changes no weight: those more than 1 below the top (of halves) are outside.
-    z = jnp.maximum(z - jnp.max(z, axis=-1, keepdims=True), -2.0)
-    ordered = -jnp.sort(-z, axis=-1)
+    z = z - jax.lax.stop_gradient(jnp.max(z, axis=-1, keepdims=True))
+    inside = z > jax.lax.stop_gradient(_threshold(z))
+    # tau again, from the support alone: sum (z - tau)^2 = 1 over it. The root is the mean of z - tau, at
+    # least 1/k, so that its derivatives exist; those through the sort's candidates need not. (A custom
+    # rule is no help: jax 0.10 drops it at the second derivative of a scan; 0.12 keeps it.)
+    k = jnp.sum(inside, axis=-1, keepdims=True, dtype=jnp.float32)
+    mean = jnp.sum(jnp.where(inside, z, 0), axis=-1, keepdims=True) / k
+    apart = jnp.where(inside, z - mean, 0)
+    spread = jnp.sum(jnp.square(apart), axis=-1, keepdims=True)
+    return jnp.square(jnp.where(inside, apart + jnp.sqrt((1 - spread) / k), 0)).astype(scores.dtype)
+
+
+def _threshold(z: jax.Array) -> jax.Array:
+    """tau, for which max(z - tau, 0)^2 sum to 1, of float32 rows whose largest entry is 0: [..., 1]."""
+    # Clipping changes nothing: what is more than 1 below the top is outside.
+    ordered = -jnp.sort(-jnp.maximum(z, -2.0), axis=-1)
     k = jnp.arange(1, z.shape[-1] + 1, dtype=jnp.float32).reshape((1,) * (z.ndim - 1) + (-1,))
     mean = jnp.cumsum(ordered, axis=-1) / k
     spread = jnp.cumsum(jnp.square(ordered), axis=-1) - k * jnp.square(mean)
     tau = mean - jnp.sqrt(jnp.maximum((1 - spread) / k, 0))
     support = jnp.sum(tau <= ordered, axis=-1, keepdims=True)
-    tau = jnp.take_along_axis(tau, support - 1, axis=-1)
-    return jnp.maximum(z - tau, 0)
-
-
-@_roots.defjvp
-def _roots_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
-    """d(z - tau) = dz - sum(r dz) / sum(r) inside the support, r the roots.
-
-    Not through sqrt(p), which has no derivative at p = 0.
-    """
-    (scores,), (change,) = primals, tangents
-    roots = _roots(scores)
-    inside = roots > 0
-    change = jnp.where(inside, change.astype(jnp.float32) / 2, 0)
-    mean = jnp.sum(roots * change, axis=-1, keepdims=True) / jnp.sum(roots, axis=-1, keepdims=True)
-    return roots, jnp.where(inside, change - mean, 0)
+    return jnp.take_along_axis(tau, support - 1, axis=-1)
 
 
 def masked_entmax15(scores: jax.Array, allowed: jax.Array | None) -> jax.Array:
