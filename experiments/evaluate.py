@@ -3,21 +3,21 @@
     python launch.py --experiment=evaluate --restore=runs/lm
     python launch.py --experiment=evaluate --restore=runs/lm --text=other.txt --attention_temperature=1.5
 
-The newest good checkpoint is used. Numbers in Hyper, the mask and the text may differ from
-training; what changes a parameter's shape is refused with a list of what differs.
+The newest good checkpoint is used, or that of --restore_step (a step, or best). Numbers in Hyper,
+the mask and the text may differ from training; what changes a parameter's shape is refused with
+a list of what differs.
 """
 
 from pathlib import Path
 
-from experiments import grid
+from experiments import grid, restoring
 from experiments.flags import Settings
 from experiments.workdir import WorkdirError, read_json
-from transformer_jax import checkpoint
 from transformer_jax.config import Config, Hyper, from_dict
 from transformer_jax.data import make_task
 from transformer_jax.errors import ConfigError
 
-FLAGS = ("restore",)
+FLAGS = ("restore", "restore_step")
 
 
 def saved_configuration(restore: str) -> tuple[Config, Hyper]:
@@ -41,7 +41,8 @@ def run(settings: Settings) -> int:
     trained, trained_hyper = saved_configuration(settings.restore)
     config, hyper = grid.changed(trained, trained_hyper, settings.overrides)
     task = make_task(config)
-    restored = checkpoint.restore_latest(Path(settings.restore) / "checkpoints", loop.abstract_state(config, hyper))
+    saves = Path(settings.restore) / "checkpoints"
+    restored = restoring.restore_state(saves, loop.abstract_state(config, hyper), settings.restore_step)
     for note in restored.notes:
         print(note)
     print(f"{settings.restore}, step {restored.step}")

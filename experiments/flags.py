@@ -27,6 +27,11 @@ RUN_FLAGS: dict[str, tuple[str, Any, str, float]] = {
     "seed": ("int", 0, "the run's seed", 0),
     "overwrite": ("bool", False, "move a workdir that holds another run aside and start anew", 0),
     "restore": ("str", "", "the workdir of the trained model to use", 0),
+    "restore_step": ("str", "", "which checkpoint: a step, or best (lowest selection loss); empty: the newest good", 0),
+    "parts": ("str", "", "with --restore: only these parameters, such as embedding,decoder/layers; empty: all", 0),
+    "keep": ("int", 2, "newest checkpoints that stay", 1),
+    "keep_every": ("int", 0, "checkpoints of each such step stay too; 0: none", 0),
+    "keep_best": ("bool", False, "the checkpoint with the lowest selection loss stays too", 0),
     "plan": ("bool", False, "print arms, groups, parameters, estimated time and memory; run nothing", 0),
     "sweep": ("str", "", 'more arms, crossed: "learning_rate=1e-3,3e-3;num_layers=2,4"', 0),
     "preset": ("str", "", f"start from a named configuration: {', '.join(PRESETS)}", 0),
@@ -52,6 +57,11 @@ class Settings:
     seed: int = 0
     overwrite: bool = False
     restore: str = ""
+    restore_step: str = ""
+    parts: str = ""
+    keep: int = 2
+    keep_every: int = 0
+    keep_best: bool = False
     plan: bool = False
     sweep: str = ""
     preset: str = ""

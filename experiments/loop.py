@@ -19,16 +19,18 @@ from experiments.interrupt import Stopper
 from experiments.program import run_key, take_steps
 from experiments.progress import Bar
 from experiments.samples import samples
-from experiments.workdir import write_text
+from experiments.workdir import commit, versions, write_text
 from transformer_jax import checkpoint
 from transformer_jax.config import Config, Hyper, to_dict
 from transformer_jax.data import Task
 from transformer_jax.losses import Sums
+from transformer_jax.saver import Keep, Saver
 from transformer_jax.train import TrainState, evaluate, init_state
 
 LOGGED = ("loss", "accuracy", "grad_norm", "learning_rate", "tokens")
 CHUNK_SECONDS = 1.0  # about how long one call to the device is
 SAVE_SECONDS = 60.0
+KEPT = Keep()
 
 
 def abstract_state(config: Config, hyper: Hyper) -> TrainState:
@@ -74,17 +76,22 @@ def train(
     stop: Stopper,
     checkpoint_every: int = 0,
     eval_every: int = 0,
+    keep: Keep = KEPT,
+    warm: Callable[[TrainState], tuple[TrainState, list[str]]] | None = None,
     profile: bool = False,
 ) -> tuple[TrainState, bool]:
     """Train to config.steps, or until `stop`; (state, whether it is finished). Resumes what `folder` holds.
 
+    keep: which checkpoints stay; with keep.best each evaluation that is the best so far is saved.
+    warm: given the fresh state, the one to start from, and lines that say what it took; not called on resume.
     Writes folder/checkpoints and folder/metrics.jsonl: a row a step {"step", "loss", …}, and a
     row an evaluation {"step", "split", "loss", …}.
     """
     numbers, saves = device_hyper(hyper), folder / "checkpoints"
     # Beside the state's own key: where the data stands is the step, as batches follow from (key, step).
     describes = {"config": to_dict(config), "hyper": to_dict(hyper), "seed": seed, "data": task.sha256}
-    state, notes = _start(config, hyper, seed, saves)
+    describes["made"] = {"commit": commit(), **versions()}
+    state, notes = _start(config, hyper, seed, saves, warm)
     with Bar(f"{config.task}", config.steps, int(state.step)) as bar:
         for note in notes:
             bar.say(note)
@@ -94,7 +101,7 @@ def train(
         evaluation = measure(config, task, "selection")
         eval_every = eval_every or max(1, config.steps // 10)
         advance = _advance(config, task, min(eval_every, config.steps))
-        with checkpoint.Saver(saves, keep=2, resumed=int(state.step) or None) as saver:
+        with Saver(saves, keep=keep, resumed=int(state.step) or None) as saver:
             chunk, last_save = 1, time.monotonic()
             while (start := int(state.step)) < config.steps:
                 ends = [start + chunk, config.steps, _next(start, eval_every)]
@@ -109,17 +116,19 @@ def train(
                 if start:  # the first call compiles
                     chunk = max(1, min(eval_every, int(chunk * CHUNK_SECONDS / max(seconds, 1e-3)) or 1))
                 log.steps(start, record)
+                measured: dict[str, float] = {}
                 bar.update(done, tokens=float(record["tokens"].sum()), loss=float(record["loss"][-1]))
                 if done % eval_every == 0 or done == config.steps:
-                    found = describe(evaluation(state.params, numbers, task.data), task)
-                    log.rows([{"step": done, "split": "selection", **found}])
-                    bar.say(f"step {done}  " + "  ".join(f"{name} {value:.4g}" for name, value in found.items()))
+                    measured = describe(evaluation(state.params, numbers, task.data), task)
+                    log.rows([{"step": done, "split": "selection", **measured}])
+                    bar.say(f"step {done}  " + "  ".join(f"{name} {value:.4g}" for name, value in measured.items()))
                     for line in samples(config, state.params, numbers, task):
                         bar.say(line)
                 reason = stop.reason
-                due = checkpoint_every and done % checkpoint_every == 0
+                meta = describes | {"step": done, "metrics": measured}
+                due = (checkpoint_every and done % checkpoint_every == 0) or keep.value(meta) < saver.best
                 if reason or due or done == config.steps or time.monotonic() - last_save > SAVE_SECONDS:
-                    saver.save(done, state, describes | {"step": done})
+                    saver.save(done, state, meta)
                     last_save = time.monotonic()
                 if reason and done < config.steps:
                     bar.say(f"stopped at step {done}: {reason}; saved, the same command goes on from here")
@@ -140,13 +149,20 @@ def _advance(config: Config, task: Task, chunk: int) -> Callable[..., tuple[Trai
     return jax.jit(advance, donate_argnums=0)
 
 
-def _start(config: Config, hyper: Hyper, seed: int, saves: Path) -> tuple[TrainState, list[str]]:
-    """The newest good checkpoint, or a fresh state."""
+def _start(
+    config: Config,
+    hyper: Hyper,
+    seed: int,
+    saves: Path,
+    warm: Callable[[TrainState], tuple[TrainState, list[str]]] | None,
+) -> tuple[TrainState, list[str]]:
+    """The newest good checkpoint, or a fresh state, warmed."""
     if saves.is_dir() and checkpoint.steps(saves):
         restored = checkpoint.restore_latest(saves, abstract_state(config, hyper))
         return restored.state, restored.notes
     fresh = jax.jit(lambda h, key: init_state(config, h, key))
-    return fresh(device_hyper(hyper), run_key(seed)), []
+    state = fresh(device_hyper(hyper), run_key(seed))
+    return (state, []) if warm is None else warm(state)
 
 
 class _Log:

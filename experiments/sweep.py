@@ -16,6 +16,7 @@ from experiments.progress import Bar
 from transformer_jax import checkpoint, sharding
 from transformer_jax.config import Config, Hyper, to_dict
 from transformer_jax.data import Task, make_task
+from transformer_jax.saver import Saver
 
 SAVE_SECONDS = 20.0  # between saves, unless --checkpoint_every asks for every chunk
 CERTIFIED_STEPS = 100
@@ -202,7 +203,7 @@ class _GroupJob:
         config, runs = self.group.config, len(self.group.runs)
         tokens_a_step = runs * config.batch_size * config.seq_len
         self._now = self._restore()
-        with checkpoint.Saver(self.folder, keep=2, resumed=self._now.step if self._now else None) as saver:
+        with Saver(self.folder, keep=2, resumed=self._now.step if self._now else None) as saver:
             saved = self._now.step if self._now else -1
             last_save = time.monotonic()
             while self._now is None or self._now.step < config.steps:
@@ -245,7 +246,7 @@ class _GroupJob:
             record[name] = np.concatenate([record[name], np.asarray(x)[:, None]], axis=1)
         self._now = _Progress(states, record, [*self.now.marks, stop])
 
-    def _save(self, saver: checkpoint.Saver) -> None:
+    def _save(self, saver: Saver) -> None:
         # A run's key follows from its seed, and its batches from (key, step): the last mark is the data's position.
         meta = {
             "marks": self.now.marks,

@@ -2,24 +2,35 @@
 
     python launch.py --experiment=train --text=book.txt --d_model=256 --steps=2000 --workdir=runs/lm
     python launch.py --experiment=train --task=reverse --architecture=encoder_decoder --workdir=runs/reverse
+    python launch.py --experiment=train --text=mine.txt --restore=runs/lm --parts=embedding --workdir=runs/mine
 
-The same command again resumes; --minutes stops cleanly in time. Evaluations show loss,
-accuracy and three samples written by the model. Expected: 60 steps of the default (--steps=60)
+The same command again resumes; --minutes stops cleanly in time. --restore starts a new run from
+the parameters of another (--parts: only those named; what was taken and what was not is printed).
+Evaluations show loss, accuracy and three samples written by the model. Expected: 60 steps of the default (--steps=60)
 end at 3.16 bits per byte on the reported split of Python 3.11's own text.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
+from experiments import restoring
 from experiments.flags import Settings
 from experiments.interrupt import Stopper
 from experiments.program import check
 from experiments.workdir import open_workdir
+from transformer_jax import checkpoint
 from transformer_jax.config import Config, Hyper, to_dict, with_terms
 from transformer_jax.data import Task, make_task, resolve
+from transformer_jax.errors import ConfigError
+from transformer_jax.saver import Keep
+from transformer_jax.train import TrainState
 
-FLAGS = ("workdir", "minutes", "checkpoint_every", "eval_every", "seed", "overwrite", "preset", "profile")
+FLAGS = (
+    "workdir", "minutes", "checkpoint_every", "eval_every", "seed", "overwrite", "preset", "profile",
+    "restore", "restore_step", "parts", "keep", "keep_every", "keep_best",
+)  # fmt: skip
 BASE = Config(
     d_model=128,
     num_layers=4,
@@ -54,16 +65,44 @@ def identity(config: Config, hyper: Hyper, seed: int, task: Task) -> dict[str, A
     return {"experiment": "train", "config": fields, "hyper": to_dict(hyper), "seed": seed, "data": task.sha256}
 
 
+def came_from(settings: Settings) -> dict[str, Any]:
+    """The part of a run's identity that --restore adds."""
+    taken = {"restore": settings.restore, "restore_step": settings.restore_step, "parts": settings.parts}
+    return {"from": taken} if settings.restore else {}
+
+
+def warmth(settings: Settings, like: TrainState) -> Callable[[TrainState], tuple[TrainState, list[str]]] | None:
+    """What --restore and --parts ask for: fresh state -> the state with those parameters, and the difference.
+
+    like: the shapes of the state; what does not fit is refused here, before a file is made.
+    """
+    if not settings.restore:
+        if settings.parts or settings.restore_step:
+            raise ConfigError("--parts and --restore_step say what to take from --restore=WORKDIR: give it too")
+        return None
+    names = [f"params/{part.strip()}" for part in settings.parts.split(",")] if settings.parts else ["params"]
+    folder = restoring.folder_of_train(settings.restore)
+    step = restoring.chosen_step(folder, settings.restore_step)
+    checkpoint.check_parts(folder, step, like, names)
+
+    def warm(state: TrainState) -> tuple[TrainState, list[str]]:
+        restored = checkpoint.restore_parts(folder, step, state, names)
+        return restored.state, [note for note in restored.notes if " params/" in note]
+
+    return warm
+
+
 def run(settings: Settings) -> int:
     """Train; exit code 0, or that of the signal that stopped it."""
     from experiments import loop
     from transformer_jax.optim import NEEDS_STEPS
 
     config, hyper, task = configuration(settings)
+    warm = warmth(settings, loop.abstract_state(config, hyper))
     fixed = f"the schedule {config.schedule} depends on it" if config.schedule in NEEDS_STEPS else ""
     workdir = open_workdir(
         settings.workdir or "runs/train",
-        identity(config, hyper, settings.seed, task),
+        identity(config, hyper, settings.seed, task) | came_from(settings),
         {"steps": config.steps, "checkpoint_every": settings.checkpoint_every},
         overwrite=settings.overwrite,
         grows={"steps": (config.steps, fixed)},
@@ -82,6 +121,8 @@ def run(settings: Settings) -> int:
             stop=stop,
             checkpoint_every=settings.checkpoint_every,
             eval_every=settings.eval_every,
+            keep=Keep(settings.keep, settings.keep_every, restoring.METRIC if settings.keep_best else ""),
+            warm=warm,
             profile=settings.profile,
         )
         if not finished:

@@ -15,8 +15,9 @@ from flax import struct
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from transformer_jax import checkpoint
-from transformer_jax.checkpoint import DamagedError, MismatchError, Saver, restore, restore_latest
+from transformer_jax.checkpoint import DamagedError, MismatchError, restore, restore_latest
 from transformer_jax.errors import CheckpointError
+from transformer_jax.saver import Saver
 
 ROOT = Path(__file__).parent.parent
 
@@ -134,7 +135,7 @@ def test_an_abstract_tree_is_enough(tmp_path: Path) -> None:
     assert_same(restore_latest(tmp_path, jax.eval_shape(init)).state, state)
 
 
-def test_the_next_step_does_not_compile_again(tmp_path: Path) -> None:
+def test_i8_the_next_step_does_not_compile_again(tmp_path: Path) -> None:
     step = jax.jit(update, donate_argnums=0)
     state = step(step(init()))
     with Saver(tmp_path) as saver:
@@ -151,13 +152,13 @@ def test_the_next_step_does_not_compile_again(tmp_path: Path) -> None:
 def test_save_returns_while_writing_and_the_state_may_be_donated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go, save = threading.Event(), checkpoint._orbax_save
+    go, save = threading.Event(), checkpoint.write_items
 
     def slow(*args: Any) -> None:
         assert go.wait(10)
         save(*args)
 
-    monkeypatch.setattr(checkpoint, "_orbax_save", slow)
+    monkeypatch.setattr(checkpoint, "write_items", slow)
     state = {"run": init(), "numpy": np.arange(5.0)}
     expected = {"run": init(), "numpy": np.arange(5.0)}
     with Saver(tmp_path) as saver:
@@ -176,7 +177,7 @@ def mesh(*shape: int) -> jax.sharding.Mesh:
     return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape))
 
 
-def test_a_mesh_of_8_a_single_device_and_another_mesh(tmp_path: Path) -> None:
+def test_i1_a_mesh_of_8_a_single_device_and_another_mesh(tmp_path: Path) -> None:
     plain = {"w": jnp.arange(64.0).reshape(16, 4), "k": jax.random.split(jax.random.key(0), 8), "s": jnp.int32(5)}
     eight = NamedSharding(mesh(8), PartitionSpec("x"))
     other = NamedSharding(mesh(2, 4), PartitionSpec("y"))
@@ -199,7 +200,7 @@ def test_a_mesh_of_8_a_single_device_and_another_mesh(tmp_path: Path) -> None:
                 assert like is abstract or all(state[k].committed == v.committed for k, v in target.items())
 
 
-def test_a_copy_in_another_place_opens(tmp_path: Path) -> None:
+def test_i3_a_copy_in_another_place_opens(tmp_path: Path) -> None:
     save_all(tmp_path / "a", 1)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     save_all(tmp_path / "b", 2)
@@ -253,7 +254,7 @@ def test_a_key_of_another_kind_is_a_mismatch(tmp_path: Path) -> None:
         restore(tmp_path, 0, {"k": jax.random.key(0, impl="rbg")})
 
 
-def test_missing_leaves_are_filled_only_on_request_and_listed(tmp_path: Path) -> None:
+def test_i10_missing_leaves_are_filled_only_on_request_and_listed(tmp_path: Path) -> None:
     save_all(tmp_path, 1)
     like = numbered(0) | {"ema": jnp.full(3, 9.0)}
     restored = restore(tmp_path, 1, like, fill_missing=True)

@@ -18,8 +18,9 @@ import pytest
 
 from tests.test_checkpoint import LIKE, assert_same, biggest, files, flip, numbered, save_all
 from transformer_jax import checkpoint
-from transformer_jax.checkpoint import DamagedError, Saver, restore, restore_latest
+from transformer_jax.checkpoint import DamagedError, restore, restore_latest
 from transformer_jax.errors import CheckpointError
+from transformer_jax.saver import Saver
 
 ROOT = Path(__file__).parent.parent
 
@@ -82,10 +83,10 @@ def test_a_truncated_or_deleted_file_is_found_or_harmless(tmp_path: Path, damage
 
 def test_a_leaf_lost_from_the_data_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_all(tmp_path, 1)
-    save = checkpoint._orbax_save
+    save = checkpoint.write_items
     monkeypatch.setattr(
         checkpoint,
-        "_orbax_save",
+        "write_items",
         lambda path, arrays, manifest: save(path, {"a": arrays["a"] + 1, "z": arrays["a"]}, manifest),
     )
     save_all(tmp_path, 2)
@@ -94,7 +95,7 @@ def test_a_leaf_lost_from_the_data_is_named(tmp_path: Path, monkeypatch: pytest.
     assert restore_latest(tmp_path, LIKE).step == 1
 
 
-def test_a_half_written_newest_is_named_and_the_next_save_works(tmp_path: Path) -> None:
+def test_i2_a_half_written_newest_is_named_and_the_next_save_works(tmp_path: Path) -> None:
     save_all(tmp_path, 1, 2, 3)
     (tmp_path / "3" / "commit_success.txt").unlink()
     shutil.copytree(tmp_path / "2", tmp_path / "4.orbax-checkpoint-tmp")
@@ -143,7 +144,7 @@ def test_the_last_n_are_kept(tmp_path: Path) -> None:
         Saver(tmp_path, keep=0)
 
 
-def test_a_new_run_beside_higher_steps_deletes_none(tmp_path: Path) -> None:
+def test_i7_a_new_run_beside_higher_steps_deletes_none(tmp_path: Path) -> None:
     save_all(tmp_path, 500, 600, 700)
     with Saver(tmp_path, keep=1) as saver:
         for step in (100, 200, 50):
@@ -167,7 +168,7 @@ def test_a_step_saved_again_replaces_its_own_and_spares_others(tmp_path: Path) -
 # --- failures ----------------------------------------------------------------
 
 
-def test_a_full_disk_is_raised_with_its_cause_and_what_was_there_stays(tmp_path: Path) -> None:
+def test_i5_a_full_disk_is_raised_with_its_cause_and_what_was_there_stays(tmp_path: Path) -> None:
     save_all(tmp_path, 1)
     big = {"a": np.random.default_rng(0).standard_normal((500, 500)), "b": np.arange(6)}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -197,7 +198,7 @@ def test_a_background_error_is_raised_once_wherever_it_is_met(
 
     saver = Saver(tmp_path, keep=1, resumed=1)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_orbax_save", fail)
+        patch.setattr(checkpoint, "write_items", fail)
         saver.save(2, numbered(2), {})
         with pytest.raises(CheckpointError, match=r"save of step 2 .* No space left") as caught:
             {"wait": saver.wait, "save": lambda: saver.save(3, numbered(3), {}), "close": saver.close}[surface]()
@@ -206,7 +207,7 @@ def test_a_background_error_is_raised_once_wherever_it_is_met(
     saver.close()
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_i5_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"cannot make the folder .*file/ckpt: NotADirectory"):
         Saver(tmp_path / "file" / "ckpt")
@@ -232,13 +233,14 @@ def start(code: str, *args: object) -> subprocess.Popen[str]:
     )
 
 
-def test_exit_right_after_the_last_save(tmp_path: Path) -> None:
+def test_i4_exit_right_after_the_last_save(tmp_path: Path) -> None:
     code = """
         import sys
         import numpy as np
         from transformer_jax import checkpoint
+        from transformer_jax.saver import Saver
         assert not any("orbax" in name for name in sys.modules), "imported too early"
-        saver = checkpoint.Saver(sys.argv[1])
+        saver = Saver(sys.argv[1])
         for step in range(1, 4):
             saver.save(step, {"a": np.full((1000, 1000), step, np.float32)}, {"step": step})
         if sys.argv[2] == "close":
@@ -254,12 +256,13 @@ def test_exit_right_after_the_last_save(tmp_path: Path) -> None:
     assert 3 in checkpoint.steps(tmp_path / "b") or "save of step 3 in" in err, "a save must not be lost in silence"
 
 
-def test_kill_9_during_a_save(tmp_path: Path) -> None:
+def test_i2_kill_9_during_a_save(tmp_path: Path) -> None:
     code = """
         import sys
         import numpy as np
         from transformer_jax import checkpoint
-        with checkpoint.Saver(sys.argv[1]) as saver:
+        from transformer_jax.saver import Saver
+        with Saver(sys.argv[1]) as saver:
             for step in range(1, 10_000):
                 saver.save(step, {"a": np.full((3000, 1000), step, np.float32)}, {"step": step})
     """
@@ -283,7 +286,7 @@ def test_kill_9_during_a_save(tmp_path: Path) -> None:
     assert_same(restore_latest(tmp_path, like).state, like)
 
 
-def test_two_processes(tmp_path: Path) -> None:
+def test_j4_two_processes(tmp_path: Path) -> None:
     code = """
         import sys
         import jax
@@ -293,12 +296,13 @@ def test_two_processes(tmp_path: Path) -> None:
         jax.config.update("jax_num_cpu_devices", 2)
         jax.distributed.initialize(f"localhost:{port}", 2, rank)
         from transformer_jax import checkpoint
+        from transformer_jax.saver import Saver
         mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
         rows, whole = (NamedSharding(mesh, PartitionSpec(*p)) for p in (("x",), ()))
         w = np.arange(40, dtype=np.float32).reshape(8, 5)
         state = {"w": jax.make_array_from_callback(w.shape, rows, lambda i: w[i]),
                  "k": jax.jit(lambda: jax.random.key(3), out_shardings=whole)()}
-        with checkpoint.Saver(folder, keep=1) as saver:
+        with Saver(folder, keep=1) as saver:
             saver.save(1, state, {})
             saver.save(2, state, {"n": 2})
         restored = checkpoint.restore_latest(folder, state)
@@ -310,9 +314,9 @@ def test_two_processes(tmp_path: Path) -> None:
         if rank == 0:
             def fail(*args):
                 raise OSError(28, "No space left on device")
-            checkpoint._orbax_save = fail
+            checkpoint.write_items = fail
         try:
-            with checkpoint.Saver(folder) as saver:
+            with Saver(folder) as saver:
                 saver.save(3, state, {})
         except checkpoint.CheckpointError as error:
             print(error)

@@ -1,4 +1,4 @@
-"""Checkpoints: written while training goes on, verified leaf by leaf when read.
+"""Checkpoints: their format, verified leaf by leaf when read; saver.py writes them while training goes on.
 
     <folder>/<step>/state      the arrays, written by Orbax: path in the tree -> array
     <folder>/<step>/manifest   meta; path, shape, dtype and SHA-256 of every leaf; a hash of all this
@@ -9,22 +9,16 @@ flipped bits in its data files, so what was read is hashed and compared with the
 was saved (`DamagedError`), `restore_latest` falls back to the checkpoint before; a sound checkpoint of another model
 (`MismatchError`) is raised, for an older one would not help.
 
-Arrays pass through the host whole, so a checkpoint does not depend on the mesh that wrote it. Of several processes,
-process 0 writes; save, wait and close must be called by all.
+Arrays pass through the host whole, so a checkpoint does not depend on the mesh or the processes that wrote it.
 """
 
 import asyncio
-import atexit
-import contextlib
 import dataclasses
 import hashlib
-import itertools
 import json
 import os
 import re
-import shutil
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +27,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from transformer_jax.errors import CheckpointError
+from transformer_jax.errors import CheckpointError, unknown
 
 STATE, MANIFEST, MANIFEST_FILE = "state", "manifest", "manifest.json"
 MARKER = "commit_success.txt"  # the last file that Orbax writes before the rename
 _STEP = re.compile(r"(0|[1-9][0-9]*)(\.orbax-checkpoint-tmp)?")
-_STRAY = re.compile(r"[0-9]+(\.(new|old)|(\.new)?\.orbax-checkpoint-tmp)")  # half-written or superseded
+STRAY = re.compile(r"[0-9]+(\.(new|old)|(\.new)?\.orbax-checkpoint-tmp)")  # half-written or superseded
 
 
 class DamagedError(CheckpointError):
@@ -59,11 +53,11 @@ class Restored:
     notes: list[str]
 
 
-def _is_key(leaf: Any) -> bool:
+def is_key(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _leaves(tree: Any) -> dict[str, Any]:
+def leaves_of(tree: Any) -> dict[str, Any]:
     """Path -> leaf, such as "params/layers/wq_LDNH". CheckpointError: a leaf that could not come back as is."""
     found: dict[str, Any] = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
@@ -73,15 +67,15 @@ def _leaves(tree: Any) -> dict[str, Any]:
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             raise CheckpointError(f"leaf {path}: {type(leaf).__name__} is not an array; plain values belong in meta")
         number = jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == np.bool_
-        if not (leaf.size if _is_key(leaf) else number and leaf.dtype.isnative):
+        if not (leaf.size if is_key(leaf) else number and leaf.dtype.isnative):
             raise CheckpointError(f"leaf {path}: cannot save {leaf.dtype}{list(leaf.shape)}")
         found[path] = leaf
     return found
 
 
-def _host(leaf: Any) -> np.ndarray:
+def to_host(leaf: Any) -> np.ndarray:
     """A copy of all of a leaf on the host; of a typed key, its words. Collective if spread over processes."""
-    if _is_key(leaf):
+    if is_key(leaf):
         leaf = jax.random.key_data(leaf)
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         spread = not leaf.is_fully_replicated
@@ -89,7 +83,7 @@ def _host(leaf: Any) -> np.ndarray:
     return np.array(leaf, order="C")
 
 
-def _sha256(array: np.ndarray) -> str:
+def sha256_of(array: np.ndarray) -> str:
     """Hash of dtype, shape and bytes in C order. SHA-256 where BLAKE2b made half: 1.8 GB/s by SHA instructions."""
     made = hashlib.sha256(f"{array.dtype}{list(array.shape)}".encode())
     made.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
@@ -98,7 +92,7 @@ def _sha256(array: np.ndarray) -> str:
 
 def digest(tree: Any) -> dict[str, str]:
     """Path -> SHA-256 of the leaf's dtype, shape and bytes in C order (of a typed key: of its words)."""
-    return {path: _sha256(_host(leaf)) for path, leaf in _leaves(tree).items()}
+    return {path: sha256_of(to_host(leaf)) for path, leaf in leaves_of(tree).items()}
 
 
 def _place(value: Any, like: Any, impl: str | None) -> Any:
@@ -116,7 +110,7 @@ def _place(value: Any, like: Any, impl: str | None) -> Any:
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 
-def _cause(error: BaseException) -> str:
+def cause(error: BaseException) -> str:
     """Type and first line of an error, its middle left out: Orbax's run to pages and end with the reason."""
     line = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {line if len(line) < 240 else line[:80] + ' ... ' + line[-140:]}"
@@ -158,7 +152,7 @@ def _orbax() -> tuple[Any, Any]:
     return ocp, ocp.Checkpointer(handler, multiprocessing_options=solo)
 
 
-def _orbax_save(path: Path, arrays: Mapping[str, np.ndarray], manifest: Mapping[str, Any]) -> None:
+def write_items(path: Path, arrays: Mapping[str, np.ndarray], manifest: Mapping[str, Any]) -> None:
     """Write both items, and rename to `path` once all is there. Orbax refuses empty arrays: `arrays` has none."""
     ocp, checkpointer = _orbax()
     items = {MANIFEST: ocp.args.JsonSave(manifest)} | ({STATE: ocp.args.PyTreeSave(dict(arrays))} if arrays else {})
@@ -180,7 +174,7 @@ def _folder(folder: str | os.PathLike[str]) -> Path:
     return path
 
 
-def _seal(manifest: dict[str, Any]) -> str:
+def seal(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest | {"sha256": None}, sort_keys=True).encode()).hexdigest()
 
 
@@ -193,9 +187,9 @@ def _manifest(folder: Path, step: int) -> dict[str, Any]:
         raise DamagedError(f"step {step}: the save did not finish ({MARKER} is missing)")
     try:
         manifest = json.loads((path / MANIFEST / MANIFEST_FILE).read_bytes())
-        sound, holds = manifest["sha256"] == _seal(manifest), manifest["step"]
+        sound, holds = manifest["sha256"] == seal(manifest), manifest["step"]
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise DamagedError(f"step {step}: unreadable manifest ({_cause(error)})") from error
+        raise DamagedError(f"step {step}: unreadable manifest ({cause(error)})") from error
     if not sound or holds != step:
         raise DamagedError(f"step {step}: the manifest, or the folder's name, has changed since it was saved")
     return manifest
@@ -208,10 +202,10 @@ def _arrays(path: Path, saved: Mapping[str, Any]) -> dict[str, np.ndarray]:
         try:
             arrays |= {p: np.asarray(a) for p, a in _orbax_restore(path).items()}
         except Exception as error:  # damaged files fail in many ways
-            raise DamagedError(f"step {path.name}: unreadable arrays ({_cause(error)})") from error
+            raise DamagedError(f"step {path.name}: unreadable arrays ({cause(error)})") from error
     wrong = [f"{p}: unexpected" for p in arrays.keys() - saved.keys()]
     wrong += [f"{p}: missing" for p in saved.keys() - arrays.keys()]
-    wrong += [f"{p}: changed (digest)" for p, a in arrays.items() if p in saved and _sha256(a) != saved[p]["sha256"]]
+    wrong += [f"{p}: changed (digest)" for p, a in arrays.items() if p in saved and sha256_of(a) != saved[p]["sha256"]]
     if wrong:
         raise DamagedError(f"step {path.name}: damaged leaves: " + "; ".join(sorted(wrong)))
     return arrays
@@ -243,6 +237,22 @@ def read_meta(folder: str | os.PathLike[str], step: int | None = None) -> dict[s
     return manifest["meta"]
 
 
+def half_written(folder: str | os.PathLike[str]) -> list[int]:
+    """Steps whose save was cut off, ascending. Raises CheckpointError: there is no folder."""
+    names = [_STEP.fullmatch(path.name) for path in _folder(folder).iterdir() if path.is_dir()]
+    return sorted(int(name[1]) for name in names if name and name[2])
+
+
+def contents(folder: str | os.PathLike[str], step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """(meta, path -> verified array) of a checkpoint whose tree is not known; a typed key comes as its words.
+
+    Raises DamagedError with every leaf that is not what was saved; CheckpointError if there is no such step.
+    """
+    path = _folder(folder)
+    manifest = _manifest(path, step)
+    return manifest["meta"], {p: a for p, a in sorted(_arrays(path / str(step), manifest["leaves"]).items())}
+
+
 def restore(folder: str | os.PathLike[str], step: int, like: Any, fill_missing: bool = False) -> Restored:
     """The checkpoint of `step`, verified, in the structure of `like`.
 
@@ -257,18 +267,11 @@ def restore(folder: str | os.PathLike[str], step: int, like: Any, fill_missing: 
     path = _folder(folder)
     manifest = _manifest(path, step)
     like = like(manifest["meta"]) if callable(like) else like
-    saved, wanted, notes = manifest["leaves"], _leaves(like), []
-    wrong = [f"{p}: unexpected, in the checkpoint only" for p in saved.keys() - wanted.keys()]
-    for p, leaf in wanted.items():
-        if p not in saved and fill_missing and not isinstance(leaf, jax.ShapeDtypeStruct):
-            notes.append(f"step {step} lacks {p}: the value of `like` is kept")
-        elif p not in saved:
-            wrong.append(f"{p}: missing from the checkpoint")
-        else:
-            for what, want in (("shape", list(leaf.shape)), ("dtype", str(leaf.dtype))):
-                if want != (have := saved[p][what]):
-                    wrong.append(f"{p}: {what} {want} wanted, {have} saved")
-    if wrong:
+    saved, wanted = manifest["leaves"], leaves_of(like)
+    lacks = [p for p, leaf in wanted.items() if p not in saved and not isinstance(leaf, jax.ShapeDtypeStruct)]
+    filled = lacks if fill_missing else []
+    notes = [f"step {step} lacks {p}: the value of `like` is kept" for p in filled]
+    if wrong := _mismatches(saved, {p: leaf for p, leaf in wanted.items() if p not in filled}):
         raise MismatchError(f"step {step} in {path} is of another configuration: " + "; ".join(sorted(wrong)))
     arrays = _arrays(path / str(step), saved)
     leaves = [_place(arrays[p], leaf, saved[p]["impl"]) if p in saved else leaf for p, leaf in wanted.items()]
@@ -278,6 +281,59 @@ def restore(folder: str | os.PathLike[str], step: int, like: Any, fill_missing: 
     return Restored(jax.tree.unflatten(jax.tree.structure(like), leaves), manifest["meta"], step, notes)
 
 
+def restore_parts(folder: str | os.PathLike[str], step: int, like: Any, names: Sequence[str]) -> Restored:
+    """Only what `names` name, verified, from the checkpoint of `step`; the rest keeps the arrays of `like`.
+
+    names: paths of leaves or of whole branches, such as "params/embedding". `notes` is the difference between the
+    two trees, a line each: what was taken, what `like` has besides, what the checkpoint has besides.
+    Raises as `check_parts`, and CheckpointError for a leaf of `like` that is not named and has no values.
+    """
+    manifest = check_parts(folder, step, like, names)
+    wanted, saved = leaves_of(like), manifest["leaves"]
+    if empty := [p for p, leaf in wanted.items() if not _under(p, names) and isinstance(leaf, jax.ShapeDtypeStruct)]:
+        raise CheckpointError(f"{empty[0]} is not named and has no values: give arrays for what is not restored")
+    arrays = _arrays(_folder(folder) / str(step), saved)
+    leaves = [_place(arrays[p], leaf, saved[p]["impl"]) if _under(p, names) else leaf for p, leaf in wanted.items()]
+    notes = [f"taken from step {step}: {p} {saved[p]['shape']}" for p in wanted if _under(p, names)]
+    notes += [f"as it was: {p} {list(leaf.shape)}" for p, leaf in wanted.items() if not _under(p, names)]
+    notes += [f"left in the checkpoint: {p} {saved[p]['shape']}" for p in saved if p not in wanted]
+    return Restored(jax.tree.unflatten(jax.tree.structure(like), leaves), manifest["meta"], step, notes)
+
+
+def check_parts(folder: str | os.PathLike[str], step: int, like: Any, names: Sequence[str]) -> dict[str, Any]:
+    """The manifest of `step`, if `restore_parts` can take `names` from it; no array is read.
+
+    Raises CheckpointError for a name that is in neither tree (with the nearest); MismatchError where a named
+    leaf is missing on one side or has another shape or dtype; else as `restore`.
+    """
+    path = _folder(folder)
+    manifest, wanted = _manifest(path, step), leaves_of(like)
+    saved = manifest["leaves"]
+    branches = {"/".join(p.split("/")[: n + 1]) for p in {*saved, *wanted} for n in range(p.count("/") + 1)}
+    for name in names:
+        if name not in branches:
+            raise CheckpointError(str(unknown("part", name, branches)))
+    both = ({p: leaf for p, leaf in side.items() if _under(p, names)} for side in (saved, wanted))
+    if wrong := _mismatches(*both):
+        raise MismatchError(f"step {step} in {path}: the named parts differ: " + "; ".join(sorted(wrong)))
+    return manifest
+
+
+def _under(path: str, names: Sequence[str]) -> bool:
+    return any(path == name or path.startswith(name + "/") for name in names)
+
+
+def _mismatches(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """A line for each leaf that only one side has, or whose shape or dtype differs."""
+    wrong = [f"{p}: unexpected, in the checkpoint only" for p in saved.keys() - wanted.keys()]
+    wrong += [f"{p}: missing from the checkpoint" for p in wanted.keys() - saved.keys()]
+    for p in saved.keys() & wanted.keys():
+        for what, want in (("shape", list(wanted[p].shape)), ("dtype", str(wanted[p].dtype))):
+            if want != (have := saved[p][what]):
+                wrong.append(f"{p}: {what} {want} wanted, {have} saved")
+    return wrong
+
+
 def restore_latest(folder: str | os.PathLike[str], like: Any) -> Restored:
     """The newest good checkpoint, as `restore` gives it; `notes` names each newer one that is damaged, and why.
 
@@ -285,116 +341,3 @@ def restore_latest(folder: str | os.PathLike[str], like: Any) -> Restored:
     """
     restored, notes = _newest(_folder(folder), lambda step: restore(folder, step, like))
     return dataclasses.replace(restored, notes=notes)
-
-
-class Saver(contextlib.AbstractContextManager):
-    """Writes checkpoints into a folder in the background and keeps the last `keep` of this run.
-
-    A context manager: only `close`, or `wait`, makes the last save durable or raises its error. One Saver a folder.
-    Raises CheckpointError if the folder cannot be made, or keep < 1.
-
-    This run's checkpoints are those that this Saver wrote and, with `resumed`, those at or below the step that the
-    run was restored from. No others are ever deleted, whatever their numbers: a run that starts anew beside steps
-    500 to 700 keeps them and its own step 100 (`restore_latest` still means 700). A step that exists is written
-    beside the old folder and then takes its place; an old one that is not of this run becomes `<step>.aside-<n>`.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str], keep: int = 2, resumed: int | None = None) -> None:
-        if keep < 1:
-            raise CheckpointError(f"keep={keep}: a run must keep at least 1 checkpoint")
-        self.folder, self.keep = Path(folder).absolute(), keep
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"cannot make the folder {self.folder}: {_cause(error)}") from error
-        # In order of writing, not of number: a lower step is not an older one.
-        self._mine = [s for s in steps(self.folder) if resumed is not None and s <= resumed]
-        self._open, self._thread = True, ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending: tuple[int, Future[None]] | None = None
-        atexit.register(self.close)  # too late to finish a save, but in time to say that it was lost
-
-    def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> None:
-        """Copy `state` to the host and return; hashing and writing go on behind. `state` may then be donated.
-
-        state: a tree of JAX or NumPy arrays, typed keys included. meta: a dict that JSON can hold. Waits for the save
-        before. Raises CheckpointError: that one failed; a leaf or meta that cannot be saved.
-        """
-        if not self._open or step < 0:
-            raise CheckpointError(f"cannot save step {step}: negative, or the saver is closed")
-        self.wait()
-        try:
-            meta = json.loads(json.dumps(meta))
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(f"meta of step {step} is not JSON: {error}") from error
-        leaves, saved = _leaves(state), {}
-        for path, leaf in leaves.items():
-            if isinstance(leaf, jax.ShapeDtypeStruct):
-                raise CheckpointError(f"leaf {path}: a ShapeDtypeStruct has no values to save")
-            if isinstance(leaf, jax.Array):
-                leaf.copy_to_host_async()
-            impl = str(jax.random.key_impl(leaf)) if _is_key(leaf) else None
-            saved[path] = {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "impl": impl}
-        arrays = {path: _host(leaf) for path, leaf in leaves.items()}
-        manifest = {"format": 1, "step": int(step), "meta": meta, "leaves": saved}
-        self._pending = (step, self._thread.submit(self._write, int(step), arrays, manifest))
-
-    def wait(self) -> None:
-        """Block until the last save is durable. Raises CheckpointError with its cause if it failed."""
-        if self._pending is None:
-            return
-        step, future = self._pending
-        error = future.exception()  # Ctrl-C here leaves the save pending, for close() to wait on
-        self._pending, what = None, f"save of step {step} in {self.folder} failed"
-        if multihost_utils.broadcast_one_to_all(np.int32(error is not None)) and error is None:
-            raise CheckpointError(f"{what} on process 0")
-        if error is not None:
-            raise CheckpointError(f"{what}: {_cause(error)}") from error
-
-    def close(self) -> None:
-        """`wait`, then end the background thread. Safe to call twice."""
-        atexit.unregister(self.close)
-        self._open = False
-        try:
-            self.wait()
-        finally:
-            self._thread.shutdown()
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def _write(self, step: int, arrays: dict[str, np.ndarray], manifest: dict[str, Any]) -> None:
-        """In the background, on process 0: hash, write, take the final name, delete this run's oldest."""
-        if jax.process_index() != 0:
-            return
-        for path, array in arrays.items():
-            manifest["leaves"][path]["sha256"] = _sha256(array)
-        manifest["sha256"] = _seal(manifest)
-        self._remove_strays()
-        final = self.folder / str(step)
-        target = self.folder / f"{step}.new" if final.exists() else final
-        try:
-            _orbax_save(target, {path: a for path, a in arrays.items() if a.size}, manifest)
-            if not (target / MARKER).is_file():
-                raise CheckpointError(f"this version of Orbax writes no {MARKER}")
-        except BaseException:
-            self._remove_strays()  # a full disk needs the room
-            raise
-        if target != final:
-            # Under a name that nobody deletes until the new one stands: a kill in between loses nothing.
-            aside = next(p for n in itertools.count(1) if not (p := self.folder / f"{step}.aside-{n}").exists())
-            final.rename(aside)
-            target.rename(final)
-            if step in self._mine:
-                shutil.rmtree(aside)
-        self._mine = [s for s in self._mine if s != step] + [step]
-        for old in self._mine[: -self.keep]:
-            # Renamed first: a kill half-way leaves no checkpoint with files missing.
-            if (path := self.folder / str(old)).exists():
-                path.rename(self.folder / f"{old}.old")
-        self._mine = self._mine[-self.keep :]
-        self._remove_strays()
-
-    def _remove_strays(self) -> None:
-        for path in self.folder.iterdir():
-            if _STRAY.fullmatch(path.name):
-                shutil.rmtree(path, ignore_errors=True)

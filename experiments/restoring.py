@@ -1,0 +1,71 @@
+"""Which checkpoint a flag means: --restore=FOLDER and --restore_step."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from experiments.workdir import WorkdirError
+from transformer_jax import checkpoint
+from transformer_jax.errors import CheckpointError
+from transformer_jax.saver import Keep
+
+METRIC = "loss"  # what "best" is the lowest of, on the selection split
+
+
+def folders(restore: str) -> list[Path]:
+    """The folders of checkpoints that a workdir holds (one a run or group), or the folder itself.
+
+    Raises WorkdirError, one line, where there are none.
+    """
+    root = Path(restore)
+    if not root.is_dir():
+        raise WorkdirError(f"--restore={restore}: no such folder")
+    places = [root, *sorted(path for path in root.glob("**/checkpoints/**") if path.is_dir())]
+    found = [path for path in places if checkpoint.steps(path) or checkpoint.half_written(path)]
+    if not found:
+        raise WorkdirError(f"--restore={restore} holds no checkpoints")
+    return found
+
+
+def folder_of_train(restore: str) -> Path:
+    """The one folder of checkpoints of a `train` workdir. Raises WorkdirError where there is not one."""
+    found = folders(restore)
+    if len(found) > 1:
+        raise WorkdirError(f"--restore={restore} holds {len(found)} sets of checkpoints: name one, such as {found[0]}")
+    return found[0]
+
+
+def best_step(folder: Path) -> int:
+    """The step with the lowest selection loss among the sound checkpoints whose save measured one.
+
+    Raises CheckpointError where none did.
+    """
+    keep, values = Keep(best=METRIC), {}
+    for step in checkpoint.steps(folder):
+        try:
+            values[step] = keep.value(checkpoint.read_meta(folder, step))
+        except CheckpointError:
+            continue
+    measured = {step: value for step, value in values.items() if value < math.inf}
+    if not measured:
+        raise CheckpointError(f"--restore_step=best: no checkpoint in {folder} was measured (steps {list(values)})")
+    return min(measured, key=lambda step: measured[step])
+
+
+def chosen_step(folder: Path, which: str) -> int:
+    """The step that --restore_step names: "" the newest, "best", or a number. Raises CheckpointError."""
+    if which == "best":
+        return best_step(folder)
+    if which and not which.isdecimal():
+        raise CheckpointError(f"--restore_step={which}: best, or a number of steps")
+    there = checkpoint.steps(folder)
+    if not there:
+        raise CheckpointError(f"no finished checkpoint in {folder}")
+    return int(which) if which else there[-1]
+
+
+def restore_state(folder: Path, like: Any, which: str = "") -> checkpoint.Restored:
+    """The state that --restore_step names, as checkpoint.restore gives it; of the newest, the newest good one."""
+    if not which:
+        return checkpoint.restore_latest(folder, like)
+    return checkpoint.restore(folder, chosen_step(folder, which), like)
