@@ -2,8 +2,9 @@
 
     python launch.py --experiment=train --text=book.txt --d_model=256 --steps=2000 --workdir=runs/lm
     python launch.py --experiment=train --task=reverse --architecture=encoder_decoder --workdir=runs/reverse
+    python launch.py --experiment=train --mesh=data:2,fsdp:4 --preset=mini_llama_40m --workdir=runs/llama
 
-The same command again resumes; --minutes stops cleanly in time. Evaluations show loss,
+The same command again resumes, on the same mesh or another; --minutes stops cleanly in time. Evaluations show loss,
 accuracy and three samples written by the model. Expected: 60 steps of the default (--steps=60)
 end at 3.16 bits per byte on the reported split of Python 3.11's own text.
 """
@@ -16,10 +17,11 @@ from experiments.flags import Settings
 from experiments.interrupt import Stopper
 from experiments.program import check
 from experiments.workdir import open_workdir
+from transformer_jax import sharding
 from transformer_jax.config import Config, Hyper, to_dict, with_terms
 from transformer_jax.data import Task, make_task, resolve
 
-FLAGS = ("workdir", "minutes", "checkpoint_every", "eval_every", "seed", "overwrite", "preset", "profile")
+FLAGS = ("workdir", "minutes", "checkpoint_every", "eval_every", "seed", "overwrite", "preset", "profile", "mesh")
 BASE = Config(
     d_model=128,
     num_layers=4,
@@ -35,7 +37,7 @@ BASE = Config(
 HYPER = Hyper(learning_rate=2e-3, clip_norm=1.0)
 
 
-def configuration(settings: Settings) -> tuple[Config, Hyper, Task]:
+def configuration(settings: Settings, mesh: sharding.Mesh | None = None) -> tuple[Config, Hyper, Task]:
     """What the flags ask for, with its vocabulary and terms; the data is read here."""
     steps = settings.overrides.get("steps", BASE.steps)
     # A short run warms up for a tenth of it.
@@ -43,7 +45,7 @@ def configuration(settings: Settings) -> tuple[Config, Hyper, Task]:
     config, hyper = settings.configure(base, HYPER)
     config = resolve(with_terms(config, [hyper]))
     task = make_task(config)
-    check(config, hyper, task)
+    check(config, hyper, task, sharding.constrain(mesh))
     return config, hyper, task
 
 
@@ -59,12 +61,13 @@ def run(settings: Settings) -> int:
     from experiments import loop
     from transformer_jax.optim import NEEDS_STEPS
 
-    config, hyper, task = configuration(settings)
+    mesh = sharding.from_text(settings.mesh)
+    config, hyper, task = configuration(settings, mesh)
     fixed = f"the schedule {config.schedule} depends on it" if config.schedule in NEEDS_STEPS else ""
     workdir = open_workdir(
         settings.workdir or "runs/train",
         identity(config, hyper, settings.seed, task),
-        {"steps": config.steps, "checkpoint_every": settings.checkpoint_every},
+        {"steps": config.steps, "checkpoint_every": settings.checkpoint_every, "mesh": settings.mesh},
         overwrite=settings.overwrite,
         grows={"steps": (config.steps, fixed)},
     )
@@ -72,6 +75,7 @@ def run(settings: Settings) -> int:
     if done and done["steps"] == config.steps:
         print(summary(done, str(workdir.path)))
         return 0
+    task = loop.place_task(task, mesh)
     with Stopper(settings.minutes) as stop:
         state, finished = loop.train(
             config,
@@ -83,11 +87,12 @@ def run(settings: Settings) -> int:
             checkpoint_every=settings.checkpoint_every,
             eval_every=settings.eval_every,
             profile=settings.profile,
+            mesh=mesh,
         )
         if not finished:
             return stop.exit_code
-    numbers = loop.device_hyper(hyper)
-    sums = loop.measure(config, task, "report")(state.params, numbers, task.data)
+    numbers = loop.device_hyper(hyper, mesh)
+    sums = loop.measure(config, task, "report", mesh)(state.params, numbers, task.data)
     found = {
         "experiment": "train",
         "steps": config.steps,

@@ -13,7 +13,7 @@ ORDER = (
     "errors", "keys", "config", "presets", "batch", "data", "masks", "numerics", "rope_scaling", "rope", "positions",
     "relative", "norms", "ffn", "moe", "scores", "embedding", "dense", "blockwise", "banded", "linear_attention",
     "attention", "ring", "layers", "encoder_decoder", "dependencies", "losses", "optim", "train", "sharding",
-    "checkpoint", "meter",
+    "checkpoint", "meter", "collectives",
 )  # fmt: skip
 # Each of these has one doorway.
 DOORWAYS = {

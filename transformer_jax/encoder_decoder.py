@@ -4,6 +4,7 @@ The mathematics knows no mesh: `constrain(x, letters)` is called at the borders 
 and does nothing unless the caller brings one.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -134,7 +135,7 @@ def _embed(
     with jax.named_scope("embedding"):
         tokens = constrain(tokens, "BT")
         # D whole: looked up in columns, the rows would have to be cut anew by B.
-        table = params.embedding.replace(embed_VD=constrain(params.embedding.embed_VD, "VD"))
+        table = dataclasses.replace(params.embedding, embed_VD=constrain(params.embedding.embed_VD, "VD"))
         x = embed(table, tokens, _positions(positions, tokens), config)
         x = x if nudge is None else x + nudge.astype(x.dtype)
         if config.has("dropout"):

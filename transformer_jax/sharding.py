@@ -49,8 +49,8 @@ def use_cpu_cores() -> None:
     devices against 14.3 on one. Without effect on GPU and TPU, and where arrays
     were made before: the devices that are there are used then.
     """
-    said = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    if said or jax.config.read("jax_num_cpu_devices") > 0:
+    config: Any = jax.config
+    if config.jax_num_cpu_devices > 0 or "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with contextlib.suppress(RuntimeError):  # a backend is up already
@@ -88,6 +88,15 @@ def make_mesh(sizes: Mapping[str, int]) -> Mesh:
         raise ConfigError(f"--mesh={named} is {wanted} devices, this machine has {there} of kind {kind}{hint}")
     axis_types = (AxisType.Auto,) * len(sizes)
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=axis_types, devices=jax.devices()[:wanted])
+
+
+def from_text(text: str) -> Mesh | None:
+    """The mesh that --mesh names, None for ""; before the first array, as `use_cpu_cores`."""
+    if not text:
+        return None
+    sizes = parse_mesh(text)
+    use_cpu_cores()
+    return make_mesh(sizes)
 
 
 # --- letters ---------------------------------------------------------------------
