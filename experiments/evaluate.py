@@ -13,11 +13,12 @@ from pathlib import Path
 from experiments import grid, restoring
 from experiments.flags import Settings
 from experiments.workdir import WorkdirError, read_json
+from transformer_jax import sharding
 from transformer_jax.config import Config, Hyper, from_dict
 from transformer_jax.data import make_task
 from transformer_jax.errors import ConfigError
 
-FLAGS = ("restore", "restore_step")
+FLAGS = ("restore", "restore_step", "mesh")
 
 
 def saved_configuration(restore: str) -> tuple[Config, Hyper]:
@@ -38,17 +39,18 @@ def run(settings: Settings) -> int:
     """Print the numbers of each split."""
     from experiments import loop
 
+    mesh = sharding.from_text(settings.mesh)
     trained, trained_hyper = saved_configuration(settings.restore)
     config, hyper = grid.changed(trained, trained_hyper, settings.overrides)
-    task = make_task(config)
+    task = loop.place_task(make_task(config), mesh)
     saves = Path(settings.restore) / "checkpoints"
-    restored = restoring.restore_state(saves, loop.abstract_state(config, hyper), settings.restore_step)
+    restored = restoring.restore_state(saves, loop.abstract_state(config, hyper, mesh), settings.restore_step)
     for note in restored.notes:
         print(note)
     print(f"{settings.restore}, step {restored.step}")
-    numbers = loop.device_hyper(hyper)
+    numbers = loop.device_hyper(hyper, mesh)
     for split in task.eval_batches:
-        sums = loop.measure(config, task, split)(restored.state.params, numbers, task.data)
+        sums = loop.measure(config, task, split, mesh)(restored.state.params, numbers, task.data)
         found = "  ".join(f"{name} {value:.4f}" for name, value in loop.describe(sums, task).items())
         print(f"{split:>10}  {found}  over {float(sums.count):,.0f} tokens")
     print("\n".join(loop.samples(config, restored.state.params, numbers, task)))

@@ -35,6 +35,7 @@ RUN_FLAGS: dict[str, tuple[str, Any, str, float]] = {
     "plan": ("bool", False, "print arms, groups, parameters, estimated time and memory; run nothing", 0),
     "sweep": ("str", "", 'more arms, crossed: "learning_rate=1e-3,3e-3;num_layers=2,4"', 0),
     "preset": ("str", "", f"start from a named configuration: {', '.join(PRESETS)}", 0),
+    "mesh": ("str", "", 'split one model over devices: "data:2,fsdp:2,model:2,seq:2", any of the four', 0),
     "depth": ("choice", "quick", "how much of the question is run: quick or full", 0),
     "profile": ("bool", False, "write a trace of some steps to the workdir", 0),
 }
@@ -65,6 +66,7 @@ class Settings:
     plan: bool = False
     sweep: str = ""
     preset: str = ""
+    mesh: str = ""
     depth: str = "quick"
     profile: bool = False
 

@@ -4,6 +4,7 @@ A run is saved by time, by --checkpoint_every, when it is interrupted and at its
 same command goes on from there, and ends with the same bits as if it had not been stopped.
 """
 
+import dataclasses
 import json
 import math
 import time
@@ -20,7 +21,7 @@ from experiments.program import run_key, take_steps
 from experiments.progress import Bar
 from experiments.samples import samples
 from experiments.workdir import commit, versions, write_text
-from transformer_jax import checkpoint
+from transformer_jax import checkpoint, sharding
 from transformer_jax.config import Config, Hyper, to_dict
 from transformer_jax.data import Task
 from transformer_jax.losses import Sums
@@ -33,23 +34,37 @@ SAVE_SECONDS = 60.0
 KEPT = Keep()
 
 
-def abstract_state(config: Config, hyper: Hyper) -> TrainState:
-    """Shapes and types of the state, for restoring into; nothing is allocated."""
-    return jax.eval_shape(lambda: init_state(config, hyper, run_key(0)))
+def abstract_state(config: Config, hyper: Hyper, mesh: sharding.Mesh | None = None) -> TrainState:
+    """Shapes, types and, on a mesh, places of the state, for restoring into; nothing is allocated."""
+    shapes = jax.eval_shape(lambda: init_state(config, hyper, run_key(0)))
+    return shapes if mesh is None else sharding.abstract(shapes, mesh)
 
 
-def device_hyper(hyper: Hyper) -> Hyper:
+def _places(config: Config, hyper: Hyper, mesh: sharding.Mesh | None) -> TrainState:
+    """The sharding of each leaf of the state, for jit; None without a mesh."""
+    return jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, hyper, mesh))
+
+
+def device_hyper(hyper: Hyper, mesh: sharding.Mesh | None = None) -> Hyper:
     """Plain numbers -> device scalars, so that their values are not compiled in."""
-    return jax.tree.map(lambda x: jnp.asarray(x, jnp.int32 if isinstance(x, int) else jnp.float32), hyper)
+    numbers = jax.tree.map(lambda x: jnp.asarray(x, jnp.int32 if isinstance(x, int) else jnp.float32), hyper)
+    return numbers if mesh is None else sharding.place_shared(numbers, mesh)
 
 
-def measure(config: Config, task: Task, split: str) -> Callable[[Any, Hyper, Any], Sums]:
+def place_task(task: Task, mesh: sharding.Mesh | None) -> Task:
+    """The task with its data whole on every device of the mesh: batches are made where they are used."""
+    return task if mesh is None else dataclasses.replace(task, data=sharding.place_shared(task.data, mesh))
+
+
+def measure(
+    config: Config, task: Task, split: str, mesh: sharding.Mesh | None = None
+) -> Callable[[Any, Hyper, Any], Sums]:
     """A jitted function of (params, hyper, data): the sums over the whole split."""
-    count = task.eval_batches[split]
+    count, constrain = task.eval_batches[split], sharding.constrain(mesh)
 
     @jax.jit
     def sums(params: Any, hyper: Hyper, data: Any) -> Sums:
-        return evaluate(config, params, hyper, lambda i: task.eval_batch(data, split, i), count)
+        return evaluate(config, params, hyper, lambda i: task.eval_batch(data, split, i), count, constrain)
 
     return sums
 
@@ -79,28 +94,32 @@ def train(
     keep: Keep = KEPT,
     warm: Callable[[TrainState], tuple[TrainState, list[str]]] | None = None,
     profile: bool = False,
+    mesh: sharding.Mesh | None = None,
 ) -> tuple[TrainState, bool]:
     """Train to config.steps, or until `stop`; (state, whether it is finished). Resumes what `folder` holds.
 
     keep: which checkpoints stay; with keep.best each evaluation that is the best so far is saved.
     warm: given the fresh state, the one to start from, and lines that say what it took; not called on resume.
     Writes folder/checkpoints and folder/metrics.jsonl: a row a step {"step", "loss", …}, and a
-    row an evaluation {"step", "split", "loss", …}.
+    row an evaluation {"step", "split", "loss", …}. mesh: what the state and the batches are split
+    over; it is no part of what the run is, and may be another one when the run goes on. Every call
+    is waited for before the next: programs with collectives, queued one behind the other, can
+    deadlock on the CPU devices of jax 0.10.
     """
-    numbers, saves = device_hyper(hyper), folder / "checkpoints"
+    numbers, saves = device_hyper(hyper, mesh), folder / "checkpoints"
     # Beside the state's own key: where the data stands is the step, as batches follow from (key, step).
     describes = {"config": to_dict(config), "hyper": to_dict(hyper), "seed": seed, "data": task.sha256}
     describes["made"] = {"commit": commit(), **versions()}
-    state, notes = _start(config, hyper, seed, saves, warm)
+    state, notes = _start(config, hyper, seed, saves, mesh, warm)
     with Bar(f"{config.task}", config.steps, int(state.step)) as bar:
         for note in notes:
             bar.say(note)
         log = _Log(folder / "metrics.jsonl", int(state.step))
         if int(state.step):
             bar.say(f"resumed at step {int(state.step)}")
-        evaluation = measure(config, task, "selection")
+        evaluation = measure(config, task, "selection", mesh)
         eval_every = eval_every or max(1, config.steps // 10)
-        advance = _advance(config, task, min(eval_every, config.steps))
+        advance = _advance(config, hyper, task, min(eval_every, config.steps), mesh)
         with Saver(saves, keep=keep, resumed=int(state.step) or None) as saver:
             chunk, last_save = 1, time.monotonic()
             while (start := int(state.step)) < config.steps:
@@ -140,13 +159,18 @@ def _next(step: int, every: int) -> int:
     return (step // every + 1) * every
 
 
-def _advance(config: Config, task: Task, chunk: int) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
+def _advance(
+    config: Config, hyper: Hyper, task: Task, chunk: int, mesh: sharding.Mesh | None
+) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
     """(state, hyper, stop, data) -> (state at `stop`, LOGGED arrays [chunk]); compiles once, the state is donated."""
+    constrain = sharding.constrain(mesh)
 
     def advance(state: TrainState, hyper: Hyper, stop: jax.Array, data: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        return take_steps(config, task, state, hyper, stop, chunk, data, LOGGED)
+        return take_steps(config, task, state, hyper, stop, chunk, data, LOGGED, constrain)
 
-    return jax.jit(advance, donate_argnums=0)
+    # The state comes out as it goes in: the second call is the first one's program.
+    record = None if mesh is None else sharding.replicated(mesh)
+    return jax.jit(advance, donate_argnums=0, out_shardings=(_places(config, hyper, mesh), record))
 
 
 def _start(
@@ -154,15 +178,20 @@ def _start(
     hyper: Hyper,
     seed: int,
     saves: Path,
+    mesh: sharding.Mesh | None,
     warm: Callable[[TrainState], tuple[TrainState, list[str]]] | None,
 ) -> tuple[TrainState, list[str]]:
-    """The newest good checkpoint, or a fresh state, warmed."""
+    """The newest good checkpoint, or a fresh state, warmed: made in place, no device ever holds all of it. And notes."""
+    like = abstract_state(config, hyper, mesh)
+    notes = [] if mesh is None else sharding.dropped(config, like.params, mesh)
     if saves.is_dir() and checkpoint.steps(saves):
-        restored = checkpoint.restore_latest(saves, abstract_state(config, hyper))
-        return restored.state, restored.notes
-    fresh = jax.jit(lambda h, key: init_state(config, h, key))
-    state = fresh(device_hyper(hyper), run_key(seed))
-    return (state, []) if warm is None else warm(state)
+        restored = checkpoint.restore_latest(saves, like)
+        return restored.state, notes + restored.notes
+    fresh = jax.jit(lambda h, key: init_state(config, h, key), out_shardings=_places(config, hyper, mesh))
+    state, taken = jax.block_until_ready(fresh(device_hyper(hyper, mesh), run_key(seed))), []
+    if warm is not None:
+        state, taken = warm(state)
+    return state, notes + taken
 
 
 class _Log:

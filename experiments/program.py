@@ -18,6 +18,7 @@ from transformer_jax import sharding
 from transformer_jax.batch import Batch
 from transformer_jax.config import Config, Hyper
 from transformer_jax.data import Task
+from transformer_jax.layers import UNCONSTRAINED, Constrain
 from transformer_jax.losses import Sums
 from transformer_jax.train import TrainState, batch_key, eval_step, init_state, train_step
 
@@ -32,11 +33,11 @@ def nothing_observed(config: Config, hyper: Hyper, params: Any, batch: Batch) ->
     return {}
 
 
-def check(config: Config, hyper: Hyper, task: Task) -> None:
+def check(config: Config, hyper: Hyper, task: Task, constrain: Constrain = UNCONSTRAINED) -> None:
     """Trace a training step without running it: what the program cannot do is refused before a file is made."""
 
     def step(key: jax.Array) -> Any:
-        return train_step(config, init_state(config, hyper, key), hyper, task.train_batch(task.data, key))
+        return train_step(config, init_state(config, hyper, key), hyper, task.train_batch(task.data, key), constrain)
 
     jax.eval_shape(step, jax.random.key(0))
 
@@ -68,13 +69,15 @@ def take_steps(
     chunk: int,
     data: Any,
     recorded: Sequence[str] = RECORDED,
+    constrain: Constrain = UNCONSTRAINED,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Train from state.step to `stop`, at most `chunk` updates; the recorded metrics [chunk], NaN where not reached."""
     start = state.step
 
     def body(i: jax.Array, carry: tuple[TrainState, dict[str, jax.Array]]) -> tuple[TrainState, dict[str, jax.Array]]:
         state, record = carry
-        state, metrics = train_step(config, state, hyper, task.train_batch(data, batch_key(state.key, state.step)))
+        batch = task.train_batch(data, batch_key(state.key, state.step))
+        state, metrics = train_step(config, state, hyper, batch, constrain)
         return state, {name: record[name].at[i - start].set(metrics[name]) for name in recorded}
 
     record = {name: jnp.full((chunk,), jnp.nan) for name in recorded}

@@ -3,10 +3,12 @@
     python launch.py --experiment=train --text=book.txt --d_model=256 --steps=2000 --workdir=runs/lm
     python launch.py --experiment=train --task=reverse --architecture=encoder_decoder --workdir=runs/reverse
     python launch.py --experiment=train --text=mine.txt --restore=runs/lm --parts=embedding --workdir=runs/mine
+    python launch.py --experiment=train --mesh=data:2,fsdp:4 --preset=mini_llama_40m --workdir=runs/llama
 
-The same command again resumes; --minutes stops cleanly in time. --restore starts a new run from
-the parameters of another (--parts: only those named; what was taken and what was not is printed).
-Evaluations show loss, accuracy and three samples written by the model. Expected: 60 steps of the default (--steps=60)
+The same command again resumes, on the same mesh or another; --minutes stops cleanly in time.
+--restore starts a new run from the parameters of another (--parts: only those named; what was
+taken and what was not is printed). Evaluations show loss, accuracy and three samples written by
+the model. Expected: 60 steps of the default (--steps=60)
 end at 3.16 bits per byte on the reported split of Python 3.11's own text.
 """
 
@@ -20,7 +22,7 @@ from experiments.flags import Settings
 from experiments.interrupt import Stopper
 from experiments.program import check
 from experiments.workdir import open_workdir
-from transformer_jax import checkpoint
+from transformer_jax import checkpoint, sharding
 from transformer_jax.config import Config, Hyper, to_dict, with_terms
 from transformer_jax.data import Task, make_task, resolve
 from transformer_jax.errors import ConfigError
@@ -28,7 +30,7 @@ from transformer_jax.saver import Keep
 from transformer_jax.train import TrainState
 
 FLAGS = (
-    "workdir", "minutes", "checkpoint_every", "eval_every", "seed", "overwrite", "preset", "profile",
+    "workdir", "minutes", "checkpoint_every", "eval_every", "seed", "overwrite", "preset", "profile", "mesh",
     "restore", "restore_step", "parts", "keep", "keep_every", "keep_best",
 )  # fmt: skip
 BASE = Config(
@@ -46,7 +48,7 @@ BASE = Config(
 HYPER = Hyper(learning_rate=2e-3, clip_norm=1.0)
 
 
-def configuration(settings: Settings) -> tuple[Config, Hyper, Task]:
+def configuration(settings: Settings, mesh: sharding.Mesh | None = None) -> tuple[Config, Hyper, Task]:
     """What the flags ask for, with its vocabulary and terms; the data is read here."""
     steps = settings.overrides.get("steps", BASE.steps)
     # A short run warms up for a tenth of it.
@@ -54,7 +56,7 @@ def configuration(settings: Settings) -> tuple[Config, Hyper, Task]:
     config, hyper = settings.configure(base, HYPER)
     config = resolve(with_terms(config, [hyper]))
     task = make_task(config)
-    check(config, hyper, task)
+    check(config, hyper, task, sharding.constrain(mesh))
     return config, hyper, task
 
 
@@ -97,13 +99,14 @@ def run(settings: Settings) -> int:
     from experiments import loop
     from transformer_jax.optim import NEEDS_STEPS
 
-    config, hyper, task = configuration(settings)
+    mesh = sharding.from_text(settings.mesh)
+    config, hyper, task = configuration(settings, mesh)
     warm = warmth(settings, loop.abstract_state(config, hyper))
     fixed = f"the schedule {config.schedule} depends on it" if config.schedule in NEEDS_STEPS else ""
     workdir = open_workdir(
         settings.workdir or "runs/train",
         identity(config, hyper, settings.seed, task) | came_from(settings),
-        {"steps": config.steps, "checkpoint_every": settings.checkpoint_every},
+        {"steps": config.steps, "checkpoint_every": settings.checkpoint_every, "mesh": settings.mesh},
         overwrite=settings.overwrite,
         grows={"steps": (config.steps, fixed)},
     )
@@ -111,6 +114,7 @@ def run(settings: Settings) -> int:
     if done and done["steps"] == config.steps:
         print(summary(done, str(workdir.path)))
         return 0
+    task = loop.place_task(task, mesh)
     with Stopper(settings.minutes) as stop:
         state, finished = loop.train(
             config,
@@ -124,11 +128,12 @@ def run(settings: Settings) -> int:
             keep=Keep(settings.keep, settings.keep_every, restoring.METRIC if settings.keep_best else ""),
             warm=warm,
             profile=settings.profile,
+            mesh=mesh,
         )
         if not finished:
             return stop.exit_code
-    numbers = loop.device_hyper(hyper)
-    sums = loop.measure(config, task, "report")(state.params, numbers, task.data)
+    numbers = loop.device_hyper(hyper, mesh)
+    sums = loop.measure(config, task, "report", mesh)(state.params, numbers, task.data)
     found = {
         "experiment": "train",
         "steps": config.steps,

@@ -12,13 +12,13 @@ ROOT = Path(__file__).resolve().parent.parent
 ORDER = (
     "errors", "keys", "config", "presets", "batch", "data", "masks", "numerics", "rope_scaling", "rope", "positions",
     "relative", "norms", "ffn", "moe", "scores", "embedding", "dense", "blockwise", "banded", "linear_attention",
-    "attention", "layers", "encoder_decoder", "dependencies", "losses", "optim", "train", "sharding", "checkpoint",
-    "saver", "meter",
+    "attention", "ring", "layers", "encoder_decoder", "dependencies", "losses", "optim", "train", "sharding",
+    "checkpoint", "saver", "meter", "collectives",
 )  # fmt: skip
 # Each of these has one doorway.
 DOORWAYS = {
     "orbax": {"transformer_jax/checkpoint.py"},
-    "jax.sharding": {"transformer_jax/sharding.py"},
+    "jax.sharding": {"transformer_jax/sharding.py", "transformer_jax/ring.py"},
     "optax": {"transformer_jax/optim.py", "transformer_jax/train.py"},
     "absl": {"experiments/flags.py"},
 }

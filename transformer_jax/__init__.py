@@ -15,8 +15,10 @@ The map, in the direction that imports point:
     numerics, rope_scaling, rope, positions, relative, norms, ffn, moe, scores, embedding
     dense, blockwise, banded, linear_attention      four ways to compute attention
     attention                 attend(): one function for self, cross, multi- and grouped-query
+    ring                      the same for rows that are split over devices
     layers, encoder_decoder   layers and stacks: encoder, decoder, both
     dependencies, meter       what an output depends on; what a function costs
     losses, optim, train      sums over tokens; optax chains; init_state, train_step, run
     sharding, checkpoint      meshes by shape letter; Orbax with digests
+    collectives               what a compiled program says between devices
 """

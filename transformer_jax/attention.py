@@ -10,6 +10,7 @@ function. What each can do is a table, CAPABILITIES; what it cannot is refused b
 """
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -51,11 +52,11 @@ CAPABILITIES: dict[str, frozenset[str]] = {
 }
 
 
-def _asked(
+def asked(
     mask: Mask, scoring: Scoring, bias: Bias | None, dropout: Dropout | None, weights: bool, T: int, S: int
 ) -> dict[str, str]:
     """What a call uses, in the words of CAPABILITIES -> the values at hand, for the message."""
-    asked = {
+    uses = {
         "a bias": bias is not None,
         "a soft-cap": scoring.softcap is not None,
         "a sink": scoring.sink_N is not None,
@@ -67,7 +68,7 @@ def _asked(
         f"normaliser {scoring.normaliser}": scoring.normaliser != "softmax",
     }
     details = {"half-precision scores": f" ({scoring.score_dtype})", "other lengths": f" (T={T}, S={S})"}
-    used = [f"a {type(part).__name__} mask" for part in mask.parts] + [name for name, used in asked.items() if used]
+    used = [f"a {type(part).__name__} mask" for part in mask.parts] + [name for name, used in uses.items() if used]
     return {name: details.get(name, "") for name in used}
 
 
@@ -121,7 +122,7 @@ def attend(
     bias = relative.dense(bias) if isinstance(bias, jax.Array) else bias
     dropout = None if dropout_rate is None or key is None else Dropout(key, dropout_rate)
     check_normaliser(scoring)
-    check_capabilities(implementation, _asked(mask, scoring, bias, dropout, weights, T, S))
+    check_capabilities(implementation, asked(mask, scoring, bias, dropout, weights, T, S))
     check_sink(scoring)
     for part in (mask, bias):
         if part is not None:
@@ -215,11 +216,13 @@ def attention(
     key: jax.Array | None = None,
     probe: Probe | None = None,
     trace: bool = False,
+    attend: Callable[..., Any] = attend,
 ) -> tuple[jax.Array, Trace | None]:
     """Multi-head attention of x over source (x itself for self-attention): [B, T, D].
 
     turn: rotary angles, bias: of positions; both for self-attention only. key: for dropout of
     the weights. implementation: None takes the config's; qk_norm stands before the rotation.
+    attend: what computes it, `attend` or a mesh's own (see layers.Constrain).
     """
     q = _project("btd,dnh->btnh", x_BTD, params.wq_DNH, params.bq_NH)
     k = _project("bsd,dkh->bskh", source_BSD, params.wk_DKH, params.bk_KH)

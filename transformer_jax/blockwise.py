@@ -44,7 +44,7 @@ class Dropout(NamedTuple):
         return keys.dropout_at(weights_BNTS, self.rate, self.key, "attention", rows, columns)
 
 
-class _Keys(NamedTuple):
+class Keys(NamedTuple):
     """A block of keys and values, with its slots."""
 
     k_BSKH: jax.Array
@@ -73,14 +73,14 @@ def blockwise(
     if bias is not None:
         bias.check(T, S)
     q_size, k_size = min(block or BLOCK, T), min(block or BLOCK, S)
-    rest = _Keys(_blocks(k_BSKH, k_size), _blocks(v_BSKH, k_size), _slots(S, k_size))
-    shared = _Block(mask, bias, scoring, dropout, T, S if S % k_size else None)
-    xs = (_blocks(q_BTNH, q_size), _slots(T, q_size))
+    rest = Keys(blocks(k_BSKH, k_size), blocks(v_BSKH, k_size), _slots(S, k_size))
+    shared = Block(mask, bias, scoring, dropout, T, S if S % k_size else None)
+    xs = (blocks(q_BTNH, q_size), _slots(T, q_size))
     out = jax.lax.map(lambda x: _query_block(x[0], x[1], rest, shared), xs)
     return rearrange(out, "blocks b t n h -> b (blocks t) n h")[:, :T]
 
 
-def _blocks(x: jax.Array, size: int) -> jax.Array:
+def blocks(x: jax.Array, size: int) -> jax.Array:
     """[B, T, …] -> [blocks, B, size, …], with zeros at the end where T is no multiple of size."""
     padding = [(0, 0)] * x.ndim
     padding[1] = (0, -x.shape[1] % size)
@@ -92,7 +92,7 @@ def _slots(T: int, size: int) -> jax.Array:
     return jnp.arange(T + -T % size).reshape(-1, size)
 
 
-class _Block(NamedTuple):
+class Block(NamedTuple):
     """What is the same for every pair of a query block and a key block."""
 
     mask: Mask
@@ -102,11 +102,15 @@ class _Block(NamedTuple):
     T: int
     end: int | None  # the number of keys, where the last block is not full
 
+    def sink(self) -> jax.Array | None:
+        """[1, N, 1, 1], float32."""
+        return None if self.scoring.sink_N is None else self.scoring.sink_N.astype(jnp.float32)[None, :, None, None]
+
     def allowed(self, q_slots: jax.Array, k_slots: jax.Array) -> jax.Array:
         allowed = self.mask.block(q_slots, k_slots)
         return allowed if self.end is None else allowed & (k_slots < self.end)[None, None, None, :]
 
-    def scores(self, q: jax.Array, q_slots: jax.Array, kv: _Keys, allowed: jax.Array) -> jax.Array:
+    def scores(self, q: jax.Array, q_slots: jax.Array, kv: Keys, allowed: jax.Array) -> jax.Array:
         """Float32 scores, -inf where masked."""
         bias = None if self.bias is None else self.bias.block(q_slots, kv.slots_S)
         scores = attention_scores(q, self.shown(kv.k_BSKH, allowed), self.scoring, bias)
@@ -125,17 +129,48 @@ class _Block(NamedTuple):
         return jax.lax.cond(jnp.any(allowed), compute, lambda: otherwise)
 
 
-def _query_block(q: jax.Array, q_slots: jax.Array, rest: _Keys, block: _Block) -> jax.Array:
+class Sums(NamedTuple):
+    """What keys add to a block of queries, float32; sums over different keys add up.
+
+    total [B, N, size, 1]: powers. out [B, N, size, H]: powers times values. some [B, N, size, 1]:
+    above 0 where a row saw any key.
+    """
+
+    total: jax.Array
+    out: jax.Array
+    some: jax.Array
+
+
+def _query_block(q: jax.Array, q_slots: jax.Array, rest: Keys, block: Block) -> jax.Array:
     """[B, size, N, H] of a block of queries against all keys."""
-    (B, size, N, _), K, H = q.shape, rest.v_BSKH.shape[-2], rest.v_BSKH.shape[-1]
-    scoring = block.scoring
-    column = jnp.zeros((B, N, size, 1), jnp.float32)
-    sink = None if scoring.sink_N is None else scoring.sink_N.astype(jnp.float32)[None, :, None, None]
-    top = count = column
-    if scoring.normaliser == "softmax":
+    known = survey(before(q, block), q, q_slots, rest, block)
+    return divide(weigh(known, q, q_slots, rest, block), known, block).astype(q.dtype)
+
+
+def before(q: jax.Array, block: Block) -> jax.Array:
+    """[B, N, size, 1], what `survey` begins with: no key was seen."""
+    column = jnp.zeros((q.shape[0], q.shape[2], q.shape[1], 1), jnp.float32)
+    if block.scoring.normaliser != "softmax":
+        return column
+    sink = block.sink()
+    return jnp.full_like(column, -jnp.inf) if sink is None else column + jax.lax.stop_gradient(sink)
+
+
+def nothing(q: jax.Array, v: jax.Array) -> Sums:
+    """The sums over no keys; only shapes are read."""
+    column = jnp.zeros((q.shape[0], q.shape[2], q.shape[1], 1), jnp.float32)
+    return Sums(column, jnp.zeros((*column.shape[:3], v.shape[-1]), jnp.float32), column)
+
+
+def survey(known: jax.Array, q: jax.Array, q_slots: jax.Array, rest: Keys, block: Block) -> jax.Array:
+    """`known` with the keys of `rest`: the largest score of each row (softmax), or how many it may see (sigmoid).
+
+    Without gradient: it does not change what the weights are a function of.
+    """
+    if block.scoring.normaliser == "softmax":
         still_q, still_rest, still = jax.lax.stop_gradient((q, rest, block._replace(dropout=None)))
 
-        def higher(top: jax.Array, kv: _Keys) -> jax.Array:
+        def higher(top: jax.Array, kv: Keys) -> jax.Array:
             q, kv, slots = _tied(still_q, kv, q_slots)
             allowed = still.allowed(slots, kv.slots_S)
 
@@ -144,59 +179,73 @@ def _query_block(q: jax.Array, q_slots: jax.Array, rest: _Keys, block: _Block) -
 
             return still.unless_empty(allowed, largest, top)
 
-        first = jnp.full_like(column, -jnp.inf) if sink is None else column + jax.lax.stop_gradient(sink)
-        top = _fold(higher, first, still_rest)
-        # A row that allows nothing, or only what a bias of -inf forbids, has no largest score.
-        top = jnp.where(jnp.isneginf(top), 0, top)
-    elif scoring.normaliser == "sigmoid":
+        return _fold(higher, known, still_rest)
+    if block.scoring.normaliser == "sigmoid":
 
-        def more(count: jax.Array, kv: _Keys) -> jax.Array:
+        def more(count: jax.Array, kv: Keys) -> jax.Array:
             _, kv, slots = _tied(q, kv, q_slots)
             return count + jnp.sum(block.allowed(slots, kv.slots_S), axis=-1, keepdims=True)
 
-        count = jnp.maximum(_fold(more, count, rest), 1)
+        return _fold(more, known, rest)
+    return known
+
+
+def weigh(known: jax.Array, q: jax.Array, q_slots: jax.Array, rest: Keys, block: Block) -> Sums:
+    """The sums over the keys of `rest`; known: what `survey` found in *all* keys."""
+    normaliser, zero = block.scoring.normaliser, nothing(q, rest.v_BSKH)
+    known = _usable(known, block)
 
     def powers(scores: jax.Array, allowed: jax.Array) -> jax.Array:
-        if scoring.normaliser == "softmax":
-            return jnp.exp(scores - top)
+        if normaliser == "softmax":
+            return jnp.exp(scores - known)
         # Scores of -inf have no finite derivative in these two: masked once more, before and after.
         scores = jnp.where(allowed, scores, 0)
-        made = jax.nn.relu(scores) if scoring.normaliser == "relu" else jax.nn.sigmoid(scores - jnp.log(count))
+        made = jax.nn.relu(scores) if normaliser == "relu" else jax.nn.sigmoid(scores - jnp.log(known))
         return jnp.where(allowed, made, 0)
 
     @jax.checkpoint
-    def part(q: jax.Array, kv: _Keys) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """What a block of keys adds: sum of powers, powers times values; and whether a row saw any of it."""
+    def part(q: jax.Array, kv: Keys) -> Sums:
         q, kv, slots = _tied(q, kv, q_slots)
         allowed = block.allowed(slots, kv.slots_S)
 
-        def compute() -> tuple[jax.Array, jax.Array, jax.Array]:
+        def compute() -> Sums:
             p = powers(block.scores(q, slots, kv, allowed), allowed)
             total = jnp.sum(p, axis=-1, keepdims=True)
             if block.dropout is not None:
                 p = block.dropout(p, slots, kv.slots_S, block.T)
             v = block.shown(kv.v_BSKH, allowed)
-            grouped = rearrange(p.astype(v.dtype), "b (k g) t s -> b k g t s", k=K)
+            grouped = rearrange(p.astype(v.dtype), "b (k g) t s -> b k g t s", k=v.shape[2])
             out = rearrange(product_f32("bkgts,bskh->bkgth", grouped, v), "b k g t h -> b (k g) t h")
-            some = jnp.broadcast_to(jnp.any(allowed, axis=-1, keepdims=True), column.shape)
-            return total, out, some.astype(jnp.float32)
+            some = jnp.broadcast_to(jnp.any(allowed, axis=-1, keepdims=True), total.shape)
+            return Sums(total, out, some.astype(jnp.float32))
 
-        nothing = (column, jnp.zeros((B, N, size, H), jnp.float32), column)
-        return block.unless_empty(allowed, compute, nothing)
+        return block.unless_empty(allowed, compute, zero)
 
-    zero = (column, jnp.zeros((B, N, size, H), jnp.float32), column)
-    total, out, some = _fold(lambda sums, kv: jax.tree.map(jnp.add, sums, part(q, kv)), zero, rest)
+    return _fold(lambda sums, kv: jax.tree.map(jnp.add, sums, part(q, kv)), zero, rest)
+
+
+def divide(sums: Sums, known: jax.Array, block: Block) -> jax.Array:
+    """[B, size, N, H], float32: the weighted mean of the values, from the sums over all keys."""
+    total, out, some = sums
+    sink = block.sink()
     if sink is not None:
-        out = out / (total + jnp.exp(sink - top))
-    elif scoring.normaliser == "softmax":
+        out = out / (total + jnp.exp(sink - _usable(known, block)))
+    elif block.scoring.normaliser == "softmax":
         # As in dense attention: no key, no weight; keys whose scores are all -inf, NaN.
         out = out / jnp.where(some > 0, total, 1)
-    elif scoring.normaliser == "relu":
+    elif block.scoring.normaliser == "relu":
         out = out / jnp.where(total > 0, total, 1)
-    return rearrange(out, "b n t h -> b t n h").astype(q.dtype)
+    return rearrange(out, "b n t h -> b t n h")
 
 
-def _tied(q: jax.Array, kv: _Keys, slots: jax.Array) -> tuple[jax.Array, _Keys, jax.Array]:
+def _usable(known: jax.Array, block: Block) -> jax.Array:
+    if block.scoring.normaliser == "softmax":
+        # A row that allows nothing, or only what a bias of -inf forbids, has no largest score.
+        return jnp.where(jnp.isneginf(known), 0, known)
+    return jnp.maximum(known, 1)
+
+
+def _tied(q: jax.Array, kv: Keys, slots: jax.Array) -> tuple[jax.Array, Keys, jax.Array]:
     """The same, in one bundle that JAX cannot take apart.
 
     Slots are the same in every layer: inside a scan over layers JAX would compute the masks of
@@ -205,6 +254,6 @@ def _tied(q: jax.Array, kv: _Keys, slots: jax.Array) -> tuple[jax.Array, _Keys, 
     return jax.lax.optimization_barrier((q, kv, slots))
 
 
-def _fold(step: Callable, first, blocks: _Keys):
+def _fold(step: Callable, first, blocks: Keys):
     """step(carry, block) over the key blocks."""
     return jax.lax.scan(lambda carry, kv: (step(carry, kv), None), first, blocks)[0]

@@ -4,6 +4,7 @@ The mathematics knows no mesh: `constrain(x, letters)` is called at the borders 
 and does nothing unless the caller brings one.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -16,7 +17,7 @@ from transformer_jax.batch import Batch
 from transformer_jax.config import Config, Hyper
 from transformer_jax.embedding import Embedding, embed, init_embedding, unembed
 from transformer_jax.errors import ConfigError
-from transformer_jax.layers import Constrain, LayerTrace, Stack, apply_stack, init_stack
+from transformer_jax.layers import UNCONSTRAINED, Constrain, LayerTrace, Stack, apply_stack, init_stack
 from transformer_jax.masks import Mask
 from transformer_jax.moe import MoELosses
 
@@ -102,7 +103,7 @@ def encode(
     key: jax.Array | None = None,
     nudge_BSD: jax.Array | None = None,
     trace: bool = False,
-    constrain: Constrain = lambda x, letters: x,
+    constrain: Constrain = UNCONSTRAINED,
 ) -> tuple[jax.Array, LayerTrace]:
     """Bidirectional encoder: ids [B, S] -> [B, S, D]; padding and other segments are hidden."""
     x = _embed(params, config, hyper, tokens_BS, positions_BS, key, nudge_BSD, constrain)
@@ -132,7 +133,10 @@ def _embed(
     constrain: Constrain,
 ) -> jax.Array:
     with jax.named_scope("embedding"):
-        x = embed(params.embedding, tokens, _positions(positions, tokens), config)
+        tokens = constrain(tokens, "BT")
+        # D whole: looked up in columns, the rows would have to be cut anew by B.
+        table = dataclasses.replace(params.embedding, embed_VD=constrain(params.embedding.embed_VD, "VD"))
+        x = embed(table, tokens, _positions(positions, tokens), config)
         x = x if nudge is None else x + nudge.astype(x.dtype)
         if config.has("dropout"):
             x = keys.dropout(x, hyper.dropout_rate, key, "embedding")
@@ -149,7 +153,7 @@ def hidden(
     probe: Probe | None = None,
     nudge: Nudge | None = None,
     trace: bool = False,
-    constrain: Constrain = lambda x, letters: x,
+    constrain: Constrain = UNCONSTRAINED,
 ) -> tuple[jax.Array, Traces]:
     """The last layer's output [B, T, D], after the final norm, and what happened on the way.
 
@@ -228,7 +232,7 @@ def forward(
     probe: Probe | None = None,
     nudge: Nudge | None = None,
     trace: bool = False,
-    constrain: Constrain = lambda x, letters: x,
+    constrain: Constrain = UNCONSTRAINED,
 ) -> tuple[jax.Array, Traces]:
     """Logits [B, T, V] in float32 for every architecture, and what happened on the way (see `hidden`)."""
     x, seen = hidden(params, config, hyper, batch, key, probe=probe, nudge=nudge, trace=trace, constrain=constrain)

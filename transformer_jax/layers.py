@@ -12,21 +12,39 @@ the config says:
 Masks, rotary angles and position biases are made once, outside the layer loop.
 """
 
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 from transformer_jax import keys, masks, relative, rope
-from transformer_jax.attention import Attention, Probe, Trace, attention, init_attention
+from transformer_jax.attention import Attention, Probe, Trace, attend, attention, init_attention
 from transformer_jax.config import Config, Hyper
 from transformer_jax.ffn import FFN, ffn, init_ffn
 from transformer_jax.masks import Mask
 from transformer_jax.moe import MoE, MoELosses, init_moe, moe
 from transformer_jax.norms import Norm, init_norm, norm
 
-Constrain = Callable[[jax.Array, str], jax.Array]
+
+@dataclasses.dataclass(frozen=True)
+class Constrain:
+    """What a mesh changes in the model, which knows none; by itself it changes nothing.
+
+    lay(x, letters): x as it is to be laid over devices, called at the borders of the layers.
+    attend: how self-attention is computed, with the arguments of attention.attend.
+    """
+
+    lay: Callable[[jax.Array, str], jax.Array] = lambda x, letters: x
+    attend: Callable[..., Any] = attend
+
+    def __call__(self, x: jax.Array, letters: str) -> jax.Array:
+        return self.lay(x, letters)
+
+
+UNCONSTRAINED = Constrain()
 
 
 @struct.dataclass
@@ -137,6 +155,7 @@ def _apply_layer(
     key: jax.Array | None,
     probe: Probe | None,
     trace: bool,
+    constrain: Constrain,
 ) -> tuple[jax.Array, LayerTrace]:
     """[B, T, D] -> [B, T, D], and what happened on the way."""
 
@@ -159,6 +178,7 @@ def _apply_layer(
             key=part("attention"),
             probe=probe,
             trace=trace,
+            attend=constrain.attend,
         )
         return out
 
@@ -226,7 +246,7 @@ def apply_stack(
     key: jax.Array | None = None,
     probe: Probe | None = None,
     trace: bool = False,
-    constrain: Constrain = lambda x, letters: x,
+    constrain: Constrain = UNCONSTRAINED,
 ) -> tuple[jax.Array, LayerTrace]:
     """Run the layers: [B, T, D] -> [B, T, D], traces with a leading L.
 
@@ -256,6 +276,7 @@ def apply_stack(
             key=layer_key,
             probe=layer_probe,
             trace=trace,
+            constrain=constrain,
         )
         return constrain(x, "BTD"), traces
 

@@ -1,29 +1,228 @@
-"""The doorway to meshes: runs of a sweep spread over devices.
+"""The doorway to meshes: what a shape letter is split by; and runs of a sweep spread over devices.
 
-The only module (with the kernels) that imports jax.sharding.
+A mesh has the axes that `--mesh=data:2,fsdp:2,model:2` names:
+
+    data    rows of the batch; parameters are whole
+    fsdp    rows of the batch, and D of the parameters (and moments), gathered where they are used
+    model   N, K, F and V: heads, feed-forward units and the vocabulary
+    seq     T and S: rows in pieces, their attention in a ring (ring.py)
+
+The last letters of a parameter's name are its shape, and so its placement: wq_DNH is split by
+fsdp, model and nothing. Adam's moments follow, as their paths end in the same names; axes before
+the letters (L, R), E and parameters of one letter stay whole. Letters are read from left to right,
+and each mesh axis is used once an array, by the first letter that claims it; no array of the model
+has two letters of one axis, so that the order decides nothing yet. Where an axis does not divide
+a dimension it is not used for it, and `dropped` says so.
 """
 
 import contextlib
+import dataclasses
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from transformer_jax import ring
+from transformer_jax.config import Config
+from transformer_jax.errors import ConfigError, unknown
+from transformer_jax.layers import UNCONSTRAINED, Constrain
+
+AXES = ("data", "fsdp", "model", "seq")
 RUNS = "sweep"
+Table = Mapping[str, tuple[str, ...]]
+_HEADS: Table = {letter: ("model",) for letter in "NKFV"}
+PARAMETERS: Table = {"D": ("fsdp",), **_HEADS}
+ACTIVATIONS: Table = {"B": ("data", "fsdp"), "T": ("seq",), "S": ("seq",), **_HEADS}
+
+
+# --- meshes ----------------------------------------------------------------------
 
 
 def use_cpu_cores() -> None:
-    """One CPU device a core, so that the runs of a sweep use them all; call before the first array.
+    """One CPU device a core, unless JAX_NUM_CPU_DEVICES or XLA_FLAGS says how many; before the first array.
 
     Measured on 2 cores (benchmarks/sweep.py): 11.0 ms per run and step with the runs over two
     devices against 14.3 on one. Without effect on GPU and TPU, and where arrays
     were made before: the devices that are there are used then.
     """
+    config: Any = jax.config
+    if config.jax_num_cpu_devices > 0 or "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with contextlib.suppress(RuntimeError):  # a backend is up already
         jax.config.update("jax_num_cpu_devices", cores)
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """ "data:2,fsdp:2" -> {"data": 2, "fsdp": 2}, in that order: devices next to each other differ in the last axis.
+
+    Raises ConfigError, naming the values, for an axis that is unknown or named twice, and for a
+    size that is no whole number of at least 1.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, colon, size = (piece.strip() for piece in part.partition(":"))
+        if not colon:
+            raise ConfigError(f"--mesh={text}: {part.strip()!r} is not AXIS:SIZE, as in data:2,model:4")
+        if axis not in AXES:
+            raise unknown("mesh axis", axis, AXES)
+        if axis in sizes:
+            raise ConfigError(f"--mesh={text} names {axis} twice")
+        if not (size.isascii() and size.isdecimal()) or int(size) < 1:
+            raise ConfigError(f"--mesh={text}: {axis} is {size!r}, not a whole number of at least 1")
+        sizes[axis] = int(size)
+    return sizes
+
+
+def make_mesh(sizes: Mapping[str, int]) -> Mesh:
+    """A mesh over the first devices. Raises ConfigError, with both numbers, for more devices than there are."""
+    wanted, there = math.prod(sizes.values()), len(jax.devices())
+    if wanted > there:
+        named = ",".join(f"{axis}:{size}" for axis, size in sizes.items())
+        kind = jax.devices()[0].platform
+        hint = " (JAX_NUM_CPU_DEVICES makes more of one CPU, to try a mesh out)" if kind == "cpu" else ""
+        raise ConfigError(f"--mesh={named} is {wanted} devices, this machine has {there} of kind {kind}{hint}")
+    axis_types = (AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=axis_types, devices=jax.devices()[:wanted])
+
+
+def from_text(text: str) -> Mesh | None:
+    """The mesh that --mesh names, None for ""; before the first array, as `use_cpu_cores`."""
+    if not text:
+        return None
+    sizes = parse_mesh(text)
+    use_cpu_cores()
+    return make_mesh(sizes)
+
+
+# --- letters ---------------------------------------------------------------------
+
+
+def letters_of(path: tuple[Any, ...]) -> str:
+    """The shape letters that the last name of a key path ends in: "DNH" of (…, wq_DNH); "" where there are none."""
+    name = str(getattr(path[-1], "name", getattr(path[-1], "key", ""))) if path else ""
+    suffix = name.rpartition("_")[2] if "_" in name else ""
+    return suffix if suffix.isupper() and suffix.isalpha() else ""
+
+
+def spec_of(
+    shape: tuple[int, ...], letters: str, sizes: Mapping[str, int], table: Table = PARAMETERS
+) -> tuple[PartitionSpec, list[str]]:
+    """How an array is split by a mesh of `sizes`, its last dimensions being `letters`; and each axis that is dropped.
+
+    One letter of a parameter: whole. A letter may take several axes, one after the other.
+    """
+    whole = (None,) * (len(shape) - len(letters))
+    if not letters or (table is PARAMETERS and len(letters) == 1):
+        return PartitionSpec(), []
+    free, split, dropped = dict(sizes), [], []
+    for letter, size in zip(letters, shape[len(whole) :], strict=True):
+        taken: list[str] = []
+        for axis in table.get(letter, ()):
+            if free.get(axis, 1) == 1:
+                continue
+            if size % (math.prod(sizes[a] for a in taken) * sizes[axis]):
+                dropped.append(f"{letter}={size} is no multiple of {axis}:{sizes[axis]}")
+                continue
+            taken.append(axis)
+            del free[axis]
+        split.append(tuple(taken) if len(taken) > 1 else taken[0] if taken else None)
+    return PartitionSpec(*whole, *split), dropped
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where one array is. spec: mesh axes of each dimension. bytes: on one device."""
+
+    path: str
+    shape: tuple[int, ...]
+    letters: str
+    spec: PartitionSpec
+    bytes: int
+    dropped: tuple[str, ...]
+
+
+def placements(tree: Any, mesh: Mesh, table: Table = PARAMETERS) -> list[Placement]:
+    """Of each leaf (arrays or shapes), by the letters of its name."""
+    made = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        letters = letters_of(path)
+        spec, dropped = spec_of(leaf.shape, letters, mesh.shape, table)
+        part = NamedSharding(mesh, spec).shard_shape(leaf.shape)
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        size = math.prod(part) * leaf.dtype.itemsize
+        made.append(Placement(name, leaf.shape, letters, spec, size, tuple(dropped)))
+    return made
+
+
+def activations(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arrays that `constrain` lays out, and what the heads make of them: their letters, for `placements`."""
+    B, T = config.batch_size // config.accumulation, config.seq_len
+    sizes = {"tokens_BT": (B, T), "x_BTD": (B, T, config.D), "q_BTNH": (B, T, config.N, config.H)}
+    sizes |= {"k_BTKH": (B, T, config.K, config.H), "hidden_BTF": (B, T, config.F), "logits_BTV": (B, T, config.V)}
+    types = {"tokens_BT": "int32", "logits_BTV": "float32"}
+    return {name: jax.ShapeDtypeStruct(shape, types.get(name, config.compute_dtype)) for name, shape in sizes.items()}
+
+
+def dropped(config: Config, params: Any, mesh: Mesh) -> list[str]:
+    """A line for each array and axis that does not fit: what the mesh cannot split stays whole there."""
+    rows = placements(params, mesh) + placements(activations(config), mesh, ACTIVATIONS)
+    return [f"{row.path}: {line}, and stays whole" for row in rows for line in row.dropped]
+
+
+def shardings(tree: Any, mesh: Mesh, table: Table = PARAMETERS) -> Any:
+    """A NamedSharding for each leaf, by the letters of its name: of parameters, of a whole TrainState."""
+
+    def of(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        return NamedSharding(mesh, spec_of(leaf.shape, letters_of(path), mesh.shape, table)[0])
+
+    return jax.tree_util.tree_map_with_path(of, tree)
+
+
+def abstract(tree: Any, mesh: Mesh, table: Table = PARAMETERS) -> Any:
+    """Shapes and types with their shardings, for restoring into and for compiling without arrays."""
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        tree,
+        shardings(tree, mesh, table),
+    )
+
+
+def constrain(mesh: Mesh | None) -> Constrain:
+    """What the model calls at its borders: activations by their letters, and self-attention in a ring over seq.
+
+    Without it a mesh that splits rows and D keeps activations whole in B over fsdp, and D split.
+    None: nothing.
+    """
+    if mesh is None:
+        return UNCONSTRAINED
+
+    def lay(x: jax.Array, letters: str) -> jax.Array:
+        spec, _ = spec_of(x.shape, letters, mesh.shape, ACTIVATIONS)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    return Constrain(lay, partial(ring.attend, mesh=mesh)) if mesh.shape.get("seq", 1) > 1 else Constrain(lay)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Every device holds all of it."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def place_rows(batch: Any, mesh: Mesh) -> Any:
+    """A batch laid over data, fsdp and seq from the rows that this process has; all rows, where there is one process.
+
+    batch: NumPy arrays, named by their letters. Several processes give their own rows, as many each.
+    """
+    over = shardings(batch, mesh, ACTIVATIONS)
+    return jax.tree.map(lambda sharding, x: jax.make_array_from_process_local_data(sharding, x), over, batch)
+
+
+# --- runs of a sweep -------------------------------------------------------------
 
 
 def runs_mesh(devices: int = 0) -> jax.sharding.Mesh:

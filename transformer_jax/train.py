@@ -13,7 +13,7 @@ from transformer_jax import keys
 from transformer_jax.batch import Batch
 from transformer_jax.config import Config, Hyper
 from transformer_jax.encoder_decoder import Transformer, hidden, init_transformer, logits_of
-from transformer_jax.layers import Constrain
+from transformer_jax.layers import UNCONSTRAINED, Constrain
 from transformer_jax.losses import Sums, cross_entropy
 from transformer_jax.optim import clip, global_norm, learning_rate, optimizer
 
@@ -51,7 +51,7 @@ def token_sums(
     hyper: Hyper,
     batch: Batch,
     key: jax.Array | None = None,
-    constrain: Constrain = lambda x, letters: x,
+    constrain: Constrain = UNCONSTRAINED,
 ) -> Sums:
     """Forward and loss: sums over the batch's counted tokens.
 
@@ -103,7 +103,7 @@ def gradients(
     hyper: Hyper,
     batch: Batch,
     key: jax.Array | None = None,
-    constrain: Constrain = lambda x, letters: x,
+    constrain: Constrain = UNCONSTRAINED,
 ) -> tuple[Transformer, Sums]:
     """Gradient of the mean objective over the whole batch, and the sums.
 
@@ -140,7 +140,7 @@ def train_step(
     state: TrainState,
     hyper: Hyper,
     batch: Batch,
-    constrain: Constrain = lambda x, letters: x,
+    constrain: Constrain = UNCONSTRAINED,
 ) -> tuple[TrainState, Metrics]:
     """One update. Metrics, float32 scalars: loss and objective (nats per token), accuracy,
     grad_norm (before clipping), learning_rate (the one applied), tokens (counted); where the
@@ -173,18 +173,25 @@ def train_step(
     return TrainState(state.step + 1, params, opt_state, state.key), metrics
 
 
-def eval_step(config: Config, params: Transformer, hyper: Hyper, batch: Batch) -> Sums:
+def eval_step(
+    config: Config, params: Transformer, hyper: Hyper, batch: Batch, constrain: Constrain = UNCONSTRAINED
+) -> Sums:
     """Sums over a batch, without dropout. Add them over batches, divide once."""
-    return token_sums(params, config, hyper, batch)
+    return token_sums(params, config, hyper, batch, constrain=constrain)
 
 
 def evaluate(
-    config: Config, params: Transformer, hyper: Hyper, batch_of: Callable[[jax.Array], Batch], count: jax.Array | int
+    config: Config,
+    params: Transformer,
+    hyper: Hyper,
+    batch_of: Callable[[jax.Array], Batch],
+    count: jax.Array | int,
+    constrain: Constrain = UNCONSTRAINED,
 ) -> Sums:
     """Sums over batches 0…count-1 of `batch_of(index)`; count may be traced."""
 
     def add(i: jax.Array, sums: Sums) -> Sums:
-        return sums + eval_step(config, params, hyper, batch_of(i))
+        return sums + eval_step(config, params, hyper, batch_of(i), constrain)
 
     return jax.lax.fori_loop(0, count, add, Sums.zero(config.E > 0))
 
