@@ -27,6 +27,8 @@ RUN_FLAGS: dict[str, tuple[str, Any, str, float]] = {
     "seed": ("int", 0, "the run's seed", 0),
     "overwrite": ("bool", False, "move a workdir that holds another run aside and start anew", 0),
     "restore": ("str", "", "the workdir of the trained model to use", 0),
+    "topology": ("str", "", "a TPU slice to compile for, such as v5e:4x4 or v5p:4x4x4", 0),
+    "mesh": ("str", "", "devices by axis: data, fsdp, model, seq, such as data:2,fsdp:4", 0),
     "plan": ("bool", False, "print arms, groups, parameters, estimated time and memory; run nothing", 0),
     "sweep": ("str", "", 'more arms, crossed: "learning_rate=1e-3,3e-3;num_layers=2,4"', 0),
     "preset": ("str", "", f"start from a named configuration: {', '.join(PRESETS)}", 0),
@@ -52,6 +54,8 @@ class Settings:
     seed: int = 0
     overwrite: bool = False
     restore: str = ""
+    topology: str = ""
+    mesh: str = ""
     plan: bool = False
     sweep: str = ""
     preset: str = ""
