@@ -32,6 +32,7 @@ RUN_FLAGS: dict[str, tuple[str, Any, str, float]] = {
     "keep": ("int", 2, "newest checkpoints that stay", 1),
     "keep_every": ("int", 0, "checkpoints of each such step stay too; 0: none", 0),
     "keep_best": ("bool", False, "the checkpoint with the lowest selection loss stays too", 0),
+    "topology": ("str", "", "a TPU slice to compile for, such as v5e:4x4 or v5p:4x4x4", 0),
     "plan": ("bool", False, "print arms, groups, parameters, estimated time and memory; run nothing", 0),
     "sweep": ("str", "", 'more arms, crossed: "learning_rate=1e-3,3e-3;num_layers=2,4"', 0),
     "preset": ("str", "", f"start from a named configuration: {', '.join(PRESETS)}", 0),
@@ -63,6 +64,7 @@ class Settings:
     keep: int = 2
     keep_every: int = 0
     keep_best: bool = False
+    topology: str = ""
     plan: bool = False
     sweep: str = ""
     preset: str = ""

@@ -132,13 +132,15 @@ def build(
     quick: int = 4,
     devices: int = 0,
     one_by_one: bool | None = None,
+    mesh: Any = None,
 ) -> Program:
     """The program of a group; it compiles at its first call, once for a number of runs.
 
     chunk: most steps of a call. quick: about how many evaluation batches of a split
     make its curve. devices, one_by_one: how the runs are laid out (see sharding.over_runs); the numbers do not change.
+    mesh: of one axis, sharding.RUNS, in the place of this machine's devices.
     """
-    mesh = sharding.runs_mesh(devices)
+    mesh = sharding.runs_mesh(devices) if mesh is None else mesh
 
     def one(
         state: TrainState, hyper: Hyper, key: jax.Array, start: jax.Array, stop: jax.Array, final: jax.Array, data: Any

@@ -19,7 +19,7 @@ import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -57,7 +57,7 @@ def use_cpu_cores() -> None:
         jax.config.update("jax_num_cpu_devices", cores)
 
 
-def parse_mesh(text: str) -> dict[str, int]:
+def parse_mesh(text: str, axes: Sequence[str] = AXES) -> dict[str, int]:
     """ "data:2,fsdp:2" -> {"data": 2, "fsdp": 2}, in that order: devices next to each other differ in the last axis.
 
     Raises ConfigError, naming the values, for an axis that is unknown or named twice, and for a
@@ -68,8 +68,8 @@ def parse_mesh(text: str) -> dict[str, int]:
         axis, colon, size = (piece.strip() for piece in part.partition(":"))
         if not colon:
             raise ConfigError(f"--mesh={text}: {part.strip()!r} is not AXIS:SIZE, as in data:2,model:4")
-        if axis not in AXES:
-            raise unknown("mesh axis", axis, AXES)
+        if axis not in axes:
+            raise unknown("mesh axis", axis, axes)
         if axis in sizes:
             raise ConfigError(f"--mesh={text} names {axis} twice")
         if not (size.isascii() and size.isdecimal()) or int(size) < 1:
@@ -78,16 +78,20 @@ def parse_mesh(text: str) -> dict[str, int]:
     return sizes
 
 
-def make_mesh(sizes: Mapping[str, int]) -> Mesh:
-    """A mesh over the first devices. Raises ConfigError, with both numbers, for more devices than there are."""
-    wanted, there = math.prod(sizes.values()), len(jax.devices())
+def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh over the first of `devices` (None: this machine's).
+
+    Raises ConfigError, with both numbers, for more devices than there are.
+    """
+    devices = jax.devices() if devices is None else devices
+    wanted, there = math.prod(sizes.values()), len(devices)
     if wanted > there:
         named = ",".join(f"{axis}:{size}" for axis, size in sizes.items())
-        kind = jax.devices()[0].platform
+        kind = devices[0].platform
         hint = " (JAX_NUM_CPU_DEVICES makes more of one CPU, to try a mesh out)" if kind == "cpu" else ""
-        raise ConfigError(f"--mesh={named} is {wanted} devices, this machine has {there} of kind {kind}{hint}")
+        raise ConfigError(f"--mesh={named} is {wanted} devices, there are {there} of kind {kind}{hint}")
     axis_types = (AxisType.Auto,) * len(sizes)
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=axis_types, devices=jax.devices()[:wanted])
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=axis_types, devices=devices[:wanted])
 
 
 def from_text(text: str) -> Mesh | None:
@@ -270,6 +274,12 @@ def place_runs(tree: Any, mesh: jax.sharding.Mesh) -> Any:
 def place_shared(tree: Any, mesh: jax.sharding.Mesh) -> Any:
     """Arrays that every device holds whole."""
     return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
+
+
+def abstract_shared(tree: Any, mesh: jax.sharding.Mesh) -> Any:
+    """Shapes with the placement of `place_shared`."""
+    whole = NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), tree)
 
 
 def abstract_runs(tree: Any, mesh: jax.sharding.Mesh) -> Any:
