@@ -13,6 +13,7 @@ it does not fit or gathers a whole parameter. Expected: llama_1b on v5e:4x4 as a
 """
 
 import dataclasses
+import math
 import time
 from typing import Any
 
@@ -60,9 +61,11 @@ def batch_shapes(config: Config) -> Batch:
     """Shapes of a training batch of the architecture: [B, T] ids, and as long a source where it has one."""
     B, T = config.batch_size, config.seq_len
     ids, weights = jax.ShapeDtypeStruct((B, T), jnp.int32), jax.ShapeDtypeStruct((B, T), jnp.float32)
-    both = config.architecture == "encoder_decoder"
-    lengths = jax.ShapeDtypeStruct((B,), jnp.int32) if both else None
-    return Batch(ids, ids, weights, source_BS=ids if both else None, source_lengths_B=lengths)
+    shapes: Any = (ids, ids, weights)
+    batch: Any = Batch(*shapes)
+    if config.architecture != "encoder_decoder":
+        return batch
+    return batch.replace(source_BS=ids, source_lengths_B=jax.ShapeDtypeStruct((B,), jnp.int32))
 
 
 def compile_step(config: Config, hyper: Hyper, mesh: Any) -> Compiled:
@@ -83,7 +86,7 @@ def compile_step(config: Config, hyper: Hyper, mesh: Any) -> Compiled:
     compiled = jitted.lower(state, placed, batch).compile()
     seconds = time.perf_counter() - begun
     cost = meter.measure(lambda s, b: train_step(config, s, numbers, b), shapes, batch_shapes(config))
-    found = collectives.read(compiled.as_text())
+    found = collectives.read(str(compiled.as_text()))
     return Compiled(
         mesh.size,
         sum(leaf.size for leaf in jax.tree.leaves(shapes.params)),
@@ -110,7 +113,7 @@ def compile_sweep(config: Config, hyper: Hyper, runs: int, mesh: Any) -> Compile
     full = jax.eval_shape(lambda key: init_state(config, hyper, key), program.run_key(0))
     step = meter.measure(lambda s, b: train_step(config, s, hyper, b), full, batch_shapes(config))
     parameters = sum(leaf.size for leaf in jax.tree.leaves(full.params))
-    found = collectives.read(compiled.as_text())
+    found = collectives.read(str(compiled.as_text()))
     return Compiled(mesh.size, parameters, *_bytes(compiled), step.products * runs, seconds, found, [])
 
 
@@ -122,21 +125,19 @@ def _bytes(compiled: Any) -> tuple[int, int]:
 
 
 def gathered_whole(params: Any, found: list[collectives.Collective]) -> list[str]:
-    """Stacked parameters (with a leading L) of which one collective gathers every layer at once."""
-    named = {}
+    """Stacked parameters (with a leading L) of which one collective gathers every layer at once.
+
+    Told by the shape: as many numbers, in an array that has L among its sides (one layer of another
+    parameter may hold as many numbers, but has no such side).
+    """
+    shapes = [dims for row in found if row.kind == "all-gather" for dims in collectives.shapes(row.shape)]
+    whole = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        if "layers" in name and leaf.shape[0] > 1 and leaf.ndim > 2:
-            named[name] = leaf.size
-    sizes = {
-        size // width
-        for row in found
-        if row.kind == "all-gather"
-        for size in collectives.shape_bytes(row.shape)
-        for width in (2, 4)
-        if size % width == 0
-    }
-    return [name for name, size in named.items() if size in sizes]
+        stacked = "layers" in name and leaf.ndim > 2 and leaf.shape[0] > 1
+        if stacked and any(math.prod(dims) == leaf.size and leaf.shape[0] in dims for dims in shapes):
+            whole.append(name)
+    return whole
 
 
 def run(settings: Settings) -> int:

@@ -181,7 +181,7 @@ def _start(
     mesh: sharding.Mesh | None,
     warm: Callable[[TrainState], tuple[TrainState, list[str]]] | None,
 ) -> tuple[TrainState, list[str]]:
-    """The newest good checkpoint, or a fresh state, warmed: made in place, no device ever holds all of it. And notes."""
+    """The newest good checkpoint, or a fresh state (made in place: no device ever holds all of it), warmed; and notes."""
     like = abstract_state(config, hyper, mesh)
     notes = [] if mesh is None else sharding.dropped(config, like.params, mesh)
     if saves.is_dir() and checkpoint.steps(saves):

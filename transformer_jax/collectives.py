@@ -56,6 +56,11 @@ def totals(found: list[Collective]) -> dict[str, tuple[int, int]]:
     }
 
 
+def shapes(shape: str) -> list[tuple[int, ...]]:
+    """Sides of each array in a shape as XLA writes it: "(f32[2,3]{1,0}, s32[])" gives [(2, 3), ()]."""
+    return [tuple(int(n) for n in sizes.split(",") if n) for _, sizes in _ARRAY.findall(shape)]
+
+
 def shape_bytes(shape: str) -> list[int]:
     """Bytes of each array in a shape as XLA writes it: "(f32[2,3]{1,0}, s32[])" gives [24, 4]."""
     return [_width(kind) * math.prod(int(n) for n in sizes.split(",") if n) for kind, sizes in _ARRAY.findall(shape)]
