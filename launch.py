@@ -8,9 +8,12 @@ import importlib
 import os
 import sys
 import textwrap
+import traceback
 from collections.abc import Sequence
 
-from experiments import REGISTRY
+from experiments import REGISTRY, processes
+
+LOST, REFUSED = 1, 2  # exit codes: another process is gone; a mistake in what was asked for
 
 EXAMPLES = """\
 python launch.py --experiment=dk_scaling --workdir=runs/dk          a sweep: table, results.json, report.html
@@ -67,13 +70,23 @@ def main(argv: Sequence[str]) -> int:
         elif not settings.experiment:
             raise UserError("no --experiment given; --list names them")
         else:
+            processes.join(settings.coordinator, settings.num_processes, settings.process_id)
             return importlib.import_module(f"experiments.{settings.experiment}").run(settings)
         return 0
     except (UserError, OSError) as error:
         if debug:
             raise
-        print(f"launch.py: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        print(f"launch.py: {processes.name()}{' '.join(str(error).split())}", file=sys.stderr)
+        return REFUSED
+    except RuntimeError as error:
+        if debug or not processes.lost(error):
+            raise
+        print(
+            f"launch.py: {processes.name()}another process has ended or cannot be reached "
+            f"({str(error).splitlines()[0]}); the same commands go on from what was saved",
+            file=sys.stderr,
+        )
+        return LOST
 
 
 def _needed(argv: Sequence[str]) -> list[str]:
@@ -86,8 +99,16 @@ if __name__ == "__main__":
     # main() ends here: interpreter shutdown must not outlive a closed pipe (| head).
     try:
         code = main(sys.argv)
+        if code in (LOST, REFUSED):
+            processes.leave(code)
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
+    except BaseException:
+        if processes.count() == 1:
+            raise
+        traceback.print_exc()
+        processes.leave(1)
+        raise
     sys.exit(code)

@@ -10,7 +10,7 @@ a list of what differs.
 
 from pathlib import Path
 
-from experiments import grid, restoring
+from experiments import grid, processes, restoring
 from experiments.flags import Settings
 from experiments.workdir import WorkdirError, read_json
 from transformer_jax import sharding
@@ -18,7 +18,7 @@ from transformer_jax.config import Config, Hyper, from_dict
 from transformer_jax.data import make_task
 from transformer_jax.errors import ConfigError
 
-FLAGS = ("restore", "restore_step", "mesh")
+FLAGS = ("restore", "restore_step", "mesh", *processes.FLAGS)
 
 
 def saved_configuration(restore: str) -> tuple[Config, Hyper]:

@@ -33,6 +33,9 @@ RUN_FLAGS: dict[str, tuple[str, Any, str, float]] = {
     "keep_every": ("int", 0, "checkpoints of each such step stay too; 0: none", 0),
     "keep_best": ("bool", False, "the checkpoint with the lowest selection loss stays too", 0),
     "topology": ("str", "", "a TPU slice to compile for, such as v5e:4x4 or v5p:4x4x4", 0),
+    "coordinator": ("str", "", "HOST:PORT of process 0, where several processes make one run", 0),
+    "num_processes": ("int", 0, "how many processes make the run; with --coordinator", 0),
+    "process_id": ("int", -1, "which of them this is, from 0; with --coordinator", -1),
     "plan": ("bool", False, "print arms, groups, parameters, estimated time and memory; run nothing", 0),
     "sweep": ("str", "", 'more arms, crossed: "learning_rate=1e-3,3e-3;num_layers=2,4"', 0),
     "preset": ("str", "", f"start from a named configuration: {', '.join(PRESETS)}", 0),
@@ -65,6 +68,9 @@ class Settings:
     keep_every: int = 0
     keep_best: bool = False
     topology: str = ""
+    coordinator: str = ""
+    num_processes: int = 0
+    process_id: int = -1
     plan: bool = False
     sweep: str = ""
     preset: str = ""

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments import processes
 from experiments.interrupt import Stopper
 from experiments.program import run_key, take_steps
 from experiments.progress import Bar
@@ -143,10 +144,14 @@ def train(
                     bar.say(f"step {done}  " + "  ".join(f"{name} {value:.4g}" for name, value in measured.items()))
                     for line in samples(config, state.params, numbers, task):
                         bar.say(line)
-                reason = stop.reason
+                # A clock and a signal are one process's own: the first one's time holds, and anyone's wish to stop.
+                late = time.monotonic() - last_save > SAVE_SECONDS
+                said = processes.agree(chunk, late, bool(stop.reason))
+                chunk, late = said[0][0], said[0][1]
+                reason = stop.reason or ("another process was told to stop" if any(row[2] for row in said) else "")
                 meta = describes | {"step": done, "metrics": measured}
                 due = (checkpoint_every and done % checkpoint_every == 0) or keep.value(meta) < saver.best
-                if reason or due or done == config.steps or time.monotonic() - last_save > SAVE_SECONDS:
+                if reason or due or done == config.steps or late:
                     saver.save(done, state, meta)
                     last_save = time.monotonic()
                 if reason and done < config.steps:
@@ -181,7 +186,7 @@ def _start(
     mesh: sharding.Mesh | None,
     warm: Callable[[TrainState], tuple[TrainState, list[str]]] | None,
 ) -> tuple[TrainState, list[str]]:
-    """The newest good checkpoint, or a fresh state (made in place: no device ever holds all of it), warmed; and notes."""
+    """The newest good checkpoint, or a fresh state (made in place: no device holds all of it), warmed; and notes."""
     like = abstract_state(config, hyper, mesh)
     notes = [] if mesh is None else sharding.dropped(config, like.params, mesh)
     if saves.is_dir() and checkpoint.steps(saves):
@@ -212,7 +217,9 @@ class _Log:
         write_text(path, "".join(kept))
 
     def rows(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Append rows; a number that is not finite is null."""
+        """Append rows; a number that is not finite is null. Of several processes, the first writes."""
+        if not processes.first():
+            return
         with self.path.open("a", encoding="utf-8") as file:
             for row in rows:
                 finite = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in row.items()}

@@ -6,6 +6,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from experiments import processes
+
 QUIET_SECONDS = 15.0  # between lines where there is no terminal to redraw
 
 
@@ -21,7 +23,7 @@ class Bar:
         self._title, self._total, self._start_done = title, total, done
         self._done, self._tokens = done, 0.0
         self._start = self._last_line = time.monotonic()
-        self._live = self.console.is_terminal
+        self._live = self.console.is_terminal and processes.first()
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
@@ -56,7 +58,9 @@ class Bar:
             self.say(f"{self._title}  {100 * done / self._total:.0f}%  {note}  {left:.0f} s left")
 
     def say(self, text: str) -> None:
-        """A line above the bar."""
+        """A line above the bar; of several processes, the first one's."""
+        if not processes.first():
+            return
         (self._progress.console if self._live else self.console).print(text, highlight=False, markup=False)
 
 

@@ -2,6 +2,7 @@
 
     python launch.py --experiment=train --text=book.txt --d_model=256 --steps=2000 --workdir=runs/lm
     python launch.py --experiment=train --task=reverse --architecture=encoder_decoder --workdir=runs/reverse
+    python launch.py --experiment=train --mesh=data:4,fsdp:2 --coordinator=host0:1234 --num_processes=2 --process_id=0
     python launch.py --experiment=train --text=mine.txt --restore=runs/lm --parts=embedding --workdir=runs/mine
     python launch.py --experiment=train --mesh=data:2,fsdp:4 --preset=mini_llama_40m --workdir=runs/llama
 
@@ -17,7 +18,7 @@ from typing import Any
 
 import jax
 
-from experiments import restoring
+from experiments import processes, restoring
 from experiments.flags import Settings
 from experiments.interrupt import Stopper
 from experiments.program import check
@@ -31,7 +32,7 @@ from transformer_jax.train import TrainState
 
 FLAGS = (
     "workdir", "minutes", "checkpoint_every", "eval_every", "seed", "overwrite", "preset", "profile", "mesh",
-    "restore", "restore_step", "parts", "keep", "keep_every", "keep_best",
+    "restore", "restore_step", "parts", "keep", "keep_every", "keep_best", *processes.FLAGS,
 )  # fmt: skip
 BASE = Config(
     d_model=128,

@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from experiments import processes
 from transformer_jax.errors import UserError
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -49,7 +50,9 @@ def write_json(path: Path, value: Any) -> Path:
 
 
 def write_text(path: Path, text: str) -> Path:
-    """Write a file so that a reader sees the old one or the new one, whole."""
+    """Write a file so that a reader sees the old one or the new one, whole. Of several processes, the first writes."""
+    if not processes.first():
+        return path
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
@@ -95,8 +98,20 @@ def open_workdir(
     change on resume; recorded only. grows: settings that may only grow: name -> (value, why
     it may not change at all, "" if it may). overwrite: an existing folder is moved aside first,
     to PATH.old-1, .old-2, …: nothing is deleted. Raises WorkdirError for a folder with
-    another configuration, with files but no config.json, or that cannot be written.
+    another configuration, with files but no config.json, or that cannot be written. Of several
+    processes, the first makes it, before the others look.
     """
+    made = processes.by_first(lambda: _open(path, identity, free, overwrite, grows or {}))
+    return made or Workdir(Path(path), False, {})
+
+
+def _open(
+    path: str,
+    identity: Mapping[str, Any],
+    free: Mapping[str, Any],
+    overwrite: bool,
+    grows: Mapping[str, tuple[int, str]],
+) -> Workdir:
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
         raise WorkdirError(f"--workdir={path} is a file")
@@ -110,7 +125,7 @@ def open_workdir(
         )
     wanted = json.loads(json.dumps(identity))
     if held is not None:
-        lines = differences(held.get("identity", {}), wanted) + _shrunk(held.get("free", {}), grows or {})
+        lines = differences(held.get("identity", {}), wanted) + _shrunk(held.get("free", {}), grows)
         if lines:
             shown = "; ".join(lines[:4]) + (f"; and {len(lines) - 4} more" if len(lines) > 4 else "")
             raise WorkdirError(f"--workdir={path} holds another configuration: {shown} (--overwrite moves it aside)")

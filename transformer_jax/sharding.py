@@ -95,12 +95,23 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) ->
 
 
 def from_text(text: str) -> Mesh | None:
-    """The mesh that --mesh names, None for ""; before the first array, as `use_cpu_cores`."""
-    if not text:
-        return None
-    sizes = parse_mesh(text)
-    use_cpu_cores()
-    return make_mesh(sizes)
+    """The mesh that --mesh names; before the first array, as `use_cpu_cores`.
+
+    "": None for one process; several split the rows over all their devices. Raises ConfigError, as
+    `make_mesh`, and where several processes have devices that the mesh leaves out.
+    """
+    sizes = parse_mesh(text) if text else {}
+    if text or jax.process_count() > 1:
+        use_cpu_cores()
+    if jax.process_count() == 1:
+        return make_mesh(sizes) if text else None
+    mesh = make_mesh(sizes or {"data": len(jax.devices())})
+    if mesh.size < len(jax.devices()):
+        raise ConfigError(
+            f"--mesh={text} is {mesh.size} devices, {jax.process_count()} processes have {len(jax.devices())}: "
+            "every one must be in it"
+        )
+    return mesh
 
 
 # --- letters ---------------------------------------------------------------------

@@ -1,0 +1,243 @@
+"""Several processes as one run: joined by flags, equal to one process, saved for any, ending together."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import launch
+from experiments import processes
+from experiments.processes import join, launcher
+from transformer_jax import checkpoint
+from transformer_jax.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = [
+    "--experiment=train", "--task=copy", "--d_model=8", "--num_heads=2", "--num_layers=2", "--seq_len=13",
+    "--batch_size=8", "--dropout_rate=0.2", "--schedule=constant", "--warmup_steps=2", "--eval_every=5",
+    "--clip_norm=0.5",
+]  # fmt: skip
+ENDLESS = ["--steps=100000", "--eval_every=100000"]
+# As `python launch.py`, with a shorter patience, so that the tests need not wait for a dead process as long.
+PROGRAM = """
+    import os, sys, runpy
+    from experiments import processes
+    processes.HEARTBEAT_SECONDS = 10
+    sys.argv[0] = "launch.py"
+    runpy.run_path("launch.py", run_name="__main__")
+"""
+
+
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+def start_two(code: str, *args: str) -> list[subprocess.Popen[str]]:
+    """Two processes of two CPU devices each."""
+    together = [f"--coordinator=localhost:{port()}", "--num_processes=2"]
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(code), *args, *together, f"--process_id={rank}"],
+            cwd=ROOT,
+            env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "2"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+
+
+def end(children: list[subprocess.Popen[str]], seconds: float) -> list[tuple[str, str]]:
+    try:
+        return [child.communicate(timeout=seconds) for child in children]
+    finally:
+        for child in children:
+            child.kill()
+
+
+def rows(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_near(a: list[dict], b: list[dict]) -> None:
+    assert [row["step"] for row in a] == [row["step"] for row in b]
+    for x, y in zip(a, b, strict=True):
+        for name in ("loss", "accuracy", "grad_norm"):
+            if name in x:
+                assert x[name] == pytest.approx(y[name], abs=1e-5, rel=1e-5), (x["step"], name)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One process on one device, 25 steps."""
+    folder = tmp_path_factory.mktemp("processes") / "one"
+    assert launch.main(["launch.py", *TINY, "--steps=10", f"--workdir={folder}"]) == 0
+    shutil.copytree(folder, folder.with_name("ten"))
+    assert launch.main(["launch.py", *TINY, "--steps=25", f"--workdir={folder}"]) == 0
+    return folder
+
+
+def test_two_processes_equal_one_and_each_opens_what_the_other_saved(straight: Path) -> None:
+    """Ten steps by one process, to 15 by two (saving at every step), to 25 by one: the losses of one run."""
+    shared = straight.with_name("ten")
+    flags = [*TINY, f"--workdir={shared}", "--mesh=data:2,fsdp:2", "--checkpoint_every=1", "--steps=15"]
+    children = start_two(PROGRAM, *flags)
+    (said, told), (silent, quiet) = end(children, 120)
+    assert [child.returncode for child in children] == [0, 0], (told, quiet)
+    assert "resumed at step 10" in told and "resumed" not in quiet
+    # Gloo, which carries the collectives of CPUs, writes lines of its own.
+    assert "15 steps" in said and all("peer ranks" in line for line in silent.splitlines())
+    assert checkpoint.steps(shared / "checkpoints") == [14, 15]
+    assert launch.main(["launch.py", *TINY, "--steps=25", f"--workdir={shared}"]) == 0
+    assert_near(rows(shared), rows(straight))
+    assert len(rows(shared)) == 30
+
+
+def test_a_signal_to_one_stops_both_saved(tmp_path: Path) -> None:
+    folder = tmp_path / "w"
+    children = start_two(PROGRAM, *TINY, f"--workdir={folder}", *ENDLESS)
+    deadline = time.monotonic() + 100
+    while time.monotonic() < deadline and not ((folder / "metrics.jsonl").exists() and len(rows(folder)) > 3):
+        time.sleep(0.2)
+    children[1].send_signal(signal.SIGTERM)
+    (_, told), (_, quiet) = end(children, 60)
+    assert [child.returncode for child in children] == [0, 128 + signal.SIGTERM], (told, quiet)
+    assert "another process was told to stop; saved" in told
+    step = checkpoint.steps(folder / "checkpoints")[-1]
+    assert f"stopped at step {step}" in told
+
+
+@pytest.mark.parametrize("way", ["killed", "raises"])
+def test_a_process_that_dies_ends_the_other_with_a_message(way: str, tmp_path: Path) -> None:
+    """After its third chunk process 1 is gone, or has an error of its own: seconds later so is process 0."""
+    dies = {"killed": "os.kill(os.getpid(), 9)", "raises": "raise RuntimeError('the loader broke')"}[way]
+    code = f"""
+        import os, sys, runpy
+        from experiments import processes
+        processes.HEARTBEAT_SECONDS = 10
+        agree, calls = processes.agree, []
+        def agree_then_die(*own):
+            calls.append(own)
+            if processes._index == 1 and len(calls) > 4:
+                {dies}
+            return agree(*own)
+        processes.agree = agree_then_die
+        sys.argv[0] = "launch.py"
+        runpy.run_path("launch.py", run_name="__main__")
+    """
+    children = start_two(code, *TINY, f"--workdir={tmp_path / 'w'}", *ENDLESS)
+    _, err = children[1].communicate(timeout=100)
+    begun = time.monotonic()
+    told = end(children[:1], 60)[0][1]
+    assert time.monotonic() - begun < 60
+    assert children[0].returncode != 0
+    assert "process 0 of 2: another process has ended" in told or "another task died" in told
+    assert children[1].returncode == (-9 if way == "killed" else 1)
+    assert way == "killed" or "the loader broke" in err
+
+
+def test_rows_of_the_batch_are_disjoint_and_cover_it() -> None:
+    """Which rows of a training batch each process holds, and what stands in them."""
+    code = """
+        import sys, json
+        from experiments import processes
+        processes.join(sys.argv[1].split("=")[1], 2, int(sys.argv[3].split("=")[1]))
+        import jax, numpy as np
+        from transformer_jax import sharding
+        from transformer_jax.config import Config
+        from transformer_jax.data import make_task, resolve
+        config = resolve(Config(task="copy", seq_len=13, batch_size=12))
+        mesh, task = sharding.from_text("data:2,fsdp:2"), make_task(config)
+        lay = sharding.constrain(mesh)
+        batch = jax.jit(lambda key: lay(task.train_batch(task.data, key).tokens_BT, "BT"))(jax.random.key(5))
+        held = {s.index[0].start or 0: np.asarray(s.data).tolist() for s in batch.addressable_shards}
+        print(json.dumps(held), file=sys.stderr)
+    """
+    children = start_two(code)
+    ended = end(children, 100)
+    assert [child.returncode for child in children] == [0, 0], ended
+    held: dict[str, list[list[int]]] = {}
+    for _, err in ended:
+        found = json.loads(next(line for line in err.splitlines() if line.startswith("{")))
+        assert not held.keys() & found.keys()
+        held |= found
+    import jax
+
+    from transformer_jax.config import Config
+    from transformer_jax.data import make_task, resolve
+
+    task = make_task(resolve(Config(task="copy", seq_len=13, batch_size=12)))
+    want = np.asarray(task.train_batch(task.data, jax.random.key(5)).tokens_BT)
+    assert sorted(held, key=int) == ["0", "3", "6", "9"]
+    np.testing.assert_array_equal(np.concatenate([held[begin] for begin in sorted(held, key=int)]), want)
+
+
+# --- joining -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("host:1", 0, 0), "all three are wanted"),
+        (("", 2, 0), "all three are wanted"),
+        (("host:1", 2, -1), "--process_id=-1: all three"),
+        (("host", 2, 0), "--coordinator=host: HOST:PORT"),
+        (("host:", 2, 0), "--coordinator=host:: HOST:PORT"),
+        ((":80", 2, 0), "--coordinator=:80: HOST:PORT"),
+        (("host:1", 2, 2), "--process_id=2 of --num_processes=2"),
+    ],
+)
+def test_flags_at_odds_are_refused(flags: tuple[str, int, int], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        join(*flags)
+
+
+def test_one_process_needs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "LAUNCHERS", {})
+    join("", 0, -1)
+    join("localhost:1", 1, 0)
+    assert processes.first() and processes.count() == 1 and processes.name() == ""
+    assert processes.agree(3, 4) == [(3, 4)]
+    assert processes.by_first(lambda: "made") == "made"
+
+
+OPEN_MPI = {"OMPI_MCA_orte_hnp_uri": "1.0;tcp://h:1", "OMPI_COMM_WORLD_RANK": "0"}
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        ({}, ""),
+        (SLURM | {"SLURM_NTASKS": "2"}, "Slurm"),
+        (SLURM | {"SLURM_NTASKS": "1"}, ""),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, ""),  # in an allocation, outside srun
+        (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"}, ""),
+        ({"KUBERNETES_SERVICE_HOST": "h", "JOB_COMPLETION_INDEX": "0"}, "Kubernetes"),
+        ({"KUBERNETES_SERVICE_HOST": "h"}, ""),
+        ({"TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "a,b"}, "GKE TPU"),
+        ({"TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "localhost"}, ""),
+    ],
+)
+def test_launchers_by_their_variables(environment: dict[str, str], found: str) -> None:
+    assert launcher(environment) == found
+
+
+def test_wrong_flags_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch.main(["launch.py", *TINY, "--coordinator=host", "--num_processes=2", "--process_id=0"]) == 2
+    assert launch.main(["launch.py", "--experiment=shapes", "--num_processes=2"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert "HOST:PORT" in first and "--num_processes has no effect in --experiment=shapes" in second
