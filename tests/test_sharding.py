@@ -232,3 +232,10 @@ def test_activations_have_their_part_of_the_rows_and_collectives_are_the_known_o
     free = program(EIGHT, False)
     assert f"f32[{B // 2},{T},4]" in carried(free)
     assert "all-to-all" in collectives.totals(collectives.read(free))
+
+
+def test_rows_split_over_devices_are_never_gathered() -> None:
+    """Neither by attention, which passes keys round, nor by a product that would make one axis of B and T."""
+    text = program("seq:2")
+    assert f"f32[{B},{T // 2},8]" in text and f"f32[{B},{T},8]" not in text and f"f32[{B * T},8]" not in text
+    assert set(collectives.totals(collectives.read(text))) == {"all-reduce", "collective-permute"}

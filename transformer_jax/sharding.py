@@ -30,6 +30,7 @@ from transformer_jax import ring
 from transformer_jax.config import Config
 from transformer_jax.errors import ConfigError, unknown
 from transformer_jax.layers import UNCONSTRAINED, Constrain
+from transformer_jax.numerics import rows_apart
 
 AXES = ("data", "fsdp", "model", "seq")
 RUNS = "sweep"
@@ -205,7 +206,9 @@ def constrain(mesh: Mesh | None) -> Constrain:
         spec, _ = spec_of(x.shape, letters, mesh.shape, ACTIVATIONS)
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
-    return Constrain(lay, partial(ring.attend, mesh=mesh)) if mesh.shape.get("seq", 1) > 1 else Constrain(lay)
+    if mesh.shape.get("seq", 1) == 1:
+        return Constrain(lay)
+    return Constrain(lay, partial(ring.attend, mesh=mesh), rows_apart)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
