@@ -17,7 +17,7 @@ HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[4,8]{1,0})
 
 %inner (p.1: (s32[], f32[2,8])) -> (s32[], f32[2,8]) {
   %p.1 = (s32[], f32[2,8]{1,0}) parameter(0)
-  %all-reduce.1 = (f32[2,8]{1,0:T(8,128)}, /*index=1*/bf16[3]{0}) all-reduce(%a), to_apply=%add, metadata={op_name="jit(f)/ffn"}
+  %r.1 = (f32[2,8]{1,0:T(8,128)}, /*index=1*/bf16[3]{0}) all-reduce(%a), to_apply=%add, metadata={op_name="jit(f)/ffn"}
   ROOT %t = (s32[], f32[2,8]{1,0}) tuple(%i, %c)
 }
 
