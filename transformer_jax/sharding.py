@@ -59,7 +59,7 @@ def use_cpu_cores() -> None:
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """ "data:2,fsdp:2" -> {"data": 2, "fsdp": 2}, in that order: devices next to each other differ in the last axis.
+    """Axes and sizes of a text such as data:2,model:4, in its order: neighbouring devices differ in the last axis.
 
     Raises ConfigError, naming the values, for an axis that is unknown or named twice, and for a
     size that is no whole number of at least 1.
