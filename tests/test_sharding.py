@@ -166,6 +166,11 @@ def test_each_letter_takes_the_axes_that_divide_it(
     assert tuple(found) == spec and [note.split(", ")[0] for note in notes] == dropped
 
 
+def test_axes_of_one_letter_divide_it_together() -> None:
+    found, notes = sharding.spec_of((4, 5), "BT", {"data": 4, "fsdp": 2}, sharding.ACTIVATIONS)
+    assert tuple(found) == ("data", None) and notes == ["B=4 is no multiple of fsdp:2"]
+
+
 def test_j1_what_does_not_divide_is_named() -> None:
     config = small(num_heads=6, head_dim=2, num_kv_heads=3, vocab_size=13, batch_size=9)
     params = jax.eval_shape(lambda: init_transformer(jax.random.key(0), config))
