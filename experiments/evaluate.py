@@ -3,9 +3,9 @@
     python launch.py --experiment=evaluate --restore=runs/lm
     python launch.py --experiment=evaluate --restore=runs/lm --text=other.txt --attention_temperature=1.5
 
-The newest good checkpoint is used, or that of --restore_step (a step, or best). Numbers in Hyper,
-the mask and the text may differ from training; what changes a parameter's shape is refused with
-a list of what differs.
+The newest good checkpoint is used, or that of --restore_step (a step, or best); --mesh splits the
+model over devices, whatever it was trained on. Numbers in Hyper, the mask and the text may differ
+from training; what changes a parameter's shape is refused with a list of what differs.
 """
 
 from pathlib import Path

@@ -3,10 +3,10 @@
     compiled = jax.jit(step).lower(state, batch).compile()
     for row in collectives.read(compiled.as_text()): ...
 
-Loops count with the trips that XLA wrote down (`known_trip_count`); a loop whose length it does
-not know counts once, and is said to. All branches of a conditional count. A collective's bytes are those
-of the larger of what a device puts in and what it gets: the whole of a gather, of a reduction, of a
-reduce-scatter's input.
+Loops count with the trips that XLA wrote down (`known_trip_count`) or, where it did not (on TPU), with
+the constant that the loop's counter is compared with; a loop of unknown length counts once, and is said
+to. All branches of a conditional count. A collective's bytes are those of the larger of what a device
+puts in and what it gets: the whole of a gather, of a reduction, of a reduce-scatter's input.
 """
 
 import dataclasses
@@ -95,14 +95,31 @@ def _walk(bodies: dict[str, list[str]], name: str, times: int, bounded: bool) ->
             yield _collective(kind, shape, line, operation[2] != kind, times, bounded)
             continue
         if kind == "while":
-            trips = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line)
+            trips = _trips(bodies, line)
             body = re.search(r"body=%?([\w.\-]+)", line)
             assert body is not None
-            yield from _walk(bodies, body[1], times * (int(trips[1]) if trips else 1), bounded and trips is not None)
+            yield from _walk(bodies, body[1], times * (trips or 1), bounded and trips is not None)
         branches = re.search(r"branch_computations=\{([^}]*)\}", line)
         inner = [name.strip().lstrip("%") for name in branches[1].split(",")] if branches else []
         for callee in _CALLEES.findall(line) + inner:
             yield from _walk(bodies, callee, times, bounded)
+
+
+def _trips(bodies: dict[str, list[str]], line: str) -> int | None:
+    """Of a while: the known count, or N where its condition ends in `counter < N`; None where neither is there."""
+    known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line)
+    if known:
+        return int(known[1])
+    condition = re.search(r"condition=%?([\w.\-]+)", line)
+    inside = bodies.get(condition[1], []) if condition else []
+    constants = {
+        found[1]: int(found[2])
+        for text in inside
+        if (found := re.search(r"%?([\w.\-]+) = [su]\d+\[\]\S* constant\((\d+)\)", text))
+    }
+    ends = [re.search(r"ROOT .* compare\(%?([\w.\-]+), %?([\w.\-]+)\), direction=LT", text) for text in inside]
+    bounds = [constants[end[2]] for end in ends if end and end[2] in constants]
+    return bounds[0] if bounds else None
 
 
 def _collective(kind: str, shape: str, line: str, started: bool, times: int, bounded: bool) -> Collective:

@@ -235,8 +235,9 @@ def forward(
     constrain: Constrain = UNCONSTRAINED,
 ) -> tuple[jax.Array, Traces]:
     """Logits [B, T, V] in float32 for every architecture, and what happened on the way (see `hidden`)."""
-    x, seen = hidden(params, config, hyper, batch, key, probe=probe, nudge=nudge, trace=trace, constrain=constrain)
-    return constrain(logits_of(params, config, hyper, x), "BTV"), seen
+    with constrain.scope():
+        x, seen = hidden(params, config, hyper, batch, key, probe=probe, nudge=nudge, trace=trace, constrain=constrain)
+        return constrain(logits_of(params, config, hyper, x), "BTV"), seen
 
 
 def init_probe(config: Config, batch: Batch) -> Probe:

@@ -12,6 +12,7 @@ the config says:
 Masks, rotary angles and position biases are made once, outside the layer loop.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -35,10 +36,12 @@ class Constrain:
 
     lay(x, letters): x as it is to be laid over devices, called at the borders of the layers.
     attend: how self-attention is computed, with the arguments of attention.attend.
+    scope: a context for tracing the model in.
     """
 
     lay: Callable[[jax.Array, str], jax.Array] = lambda x, letters: x
     attend: Callable[..., Any] = attend
+    scope: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     def __call__(self, x: jax.Array, letters: str) -> jax.Array:
         return self.lay(x, letters)

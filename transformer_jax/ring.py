@@ -145,7 +145,8 @@ def _sum(f: Callable[..., Any], given: Any, passed: Any, axis: str, n: int) -> A
     """sum of f(turn, given, passed) over the turns, differentiable with what is passed round, not kept.
 
     As it is a sum, each term has the same cotangent: the backward pass goes round once more, with the
-    gradient of what is passed beside it. f closes over no array: all that it reads is `given`.
+    gradient of what is passed beside it. f closes over no array: all that it reads is `given`. Backward
+    passes of backward passes work (and keep what is passed); forward-mode derivatives do not.
     """
     leaves, tree = jax.tree.flatten(given)
     moving = [x if jnp.issubdtype(x.dtype, jnp.inexact) else None for x in leaves]

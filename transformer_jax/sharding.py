@@ -24,12 +24,14 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from transformer_jax import ring
 from transformer_jax.config import Config
 from transformer_jax.errors import ConfigError, unknown
 from transformer_jax.layers import UNCONSTRAINED, Constrain
+from transformer_jax.numerics import rows_apart
 
 AXES = ("data", "fsdp", "model", "seq")
 RUNS = "sweep"
@@ -58,7 +60,7 @@ def use_cpu_cores() -> None:
 
 
 def parse_mesh(text: str, axes: Sequence[str] = AXES) -> dict[str, int]:
-    """ "data:2,fsdp:2" -> {"data": 2, "fsdp": 2}, in that order: devices next to each other differ in the last axis.
+    """Axes and sizes of a text such as data:2,model:4, in its order: neighbouring devices differ in the last axis.
 
     Raises ConfigError, naming the values, for an axis that is unknown or named twice, and for a
     size that is no whole number of at least 1.
@@ -91,7 +93,14 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) ->
         hint = " (JAX_NUM_CPU_DEVICES makes more of one CPU, to try a mesh out)" if kind == "cpu" else ""
         raise ConfigError(f"--mesh={named} is {wanted} devices, there are {there} of kind {kind}{hint}")
     axis_types = (AxisType.Auto,) * len(sizes)
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=axis_types, devices=devices[:wanted])
+    try:
+        return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=axis_types, devices=devices[:wanted])
+    except NotImplementedError:
+        # An axis that is no product of the torus's own sides, such as 16 of 8x8: it may be laid over a part of one.
+        laid = mesh_utils.create_device_mesh(
+            tuple(sizes.values()), list(devices[:wanted]), allow_split_physical_axes=True
+        )
+        return Mesh(laid, tuple(sizes), axis_types=axis_types)
 
 
 def from_text(text: str) -> Mesh | None:
@@ -220,7 +229,9 @@ def constrain(mesh: Mesh | None) -> Constrain:
         spec, _ = spec_of(x.shape, letters, mesh.shape, ACTIVATIONS)
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
-    return Constrain(lay, partial(ring.attend, mesh=mesh)) if mesh.shape.get("seq", 1) > 1 else Constrain(lay)
+    if mesh.shape.get("seq", 1) == 1:
+        return Constrain(lay)
+    return Constrain(lay, partial(ring.attend, mesh=mesh), rows_apart)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -54,6 +54,8 @@ def slice_of(name: str) -> tuple[list[Any], Chip]:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", f"{chip.type}-{count * chip.cores}")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    # Of those that own TPUs there may be one on a machine; compilers do not exclude each other.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     jax.config.update("jax_platforms", "cpu")  # arrays stay here: only the compiler is libtpu's
     from jax.experimental import topologies
 

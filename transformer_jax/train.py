@@ -58,7 +58,7 @@ def token_sums(
     With config.loss_chunks the logits of a part of the positions exist at a time, and are
     computed again in the backward pass. Experts add their losses for each routed token.
     """
-    with jax.default_matmul_precision(config.matmul_precision):
+    with jax.default_matmul_precision(config.matmul_precision), constrain.scope():
         x, seen = hidden(params, config, hyper, batch, key, constrain=constrain)
 
         def of(x: jax.Array, targets: jax.Array, weights: jax.Array) -> Sums:
