@@ -176,9 +176,9 @@ def extend(
     check_cacheable(config)
     if config.architecture == "encoder_decoder" and cache.held.cross is None:
         raise ConfigError("architecture=encoder_decoder needs a cache that has read a source: read_source")
+    _check_room(cache, np.ones((B, T), bool) if real_BT is None else real_BT)
     if real_BT is None:
         real_BT = jnp.ones((B, T), bool)
-    _check_room(cache, real_BT)
     positions_BT = jnp.where(real_BT, cache.lengths_B[:, None] + jnp.cumsum(real_BT, axis=1) - 1, 0)
     fits_BT = real_BT if cache.piece else real_BT & (positions_BT < S)
     slots_BT = jnp.where(fits_BT, positions_BT % S, S)
@@ -206,7 +206,7 @@ def extend(
     return x_BTD, replace(cache, held=held, positions_BS=positions_BS, lengths_B=lengths_B)
 
 
-def _check_room(cache: Cache, real_BT: jax.Array) -> None:
+def _check_room(cache: Cache, real_BT: jax.Array | np.ndarray) -> None:
     (B, T), S = real_BT.shape, cache.positions_BS.shape[1]
     if B != cache.lengths_B.shape[0]:
         raise ConfigError(f"tokens of {B} rows for a cache of {cache.lengths_B.shape[0]}")
