@@ -9,6 +9,7 @@ REGISTRY: dict[str, str] = {
     "dk_scaling": "what does dividing attention scores by sqrt(d_k) buy? a sweep with statistics and a report",
     "train": "train one configuration on any task, with checkpoints; the same command again resumes",
     "evaluate": "loss, perplexity and samples of a trained model (--restore=WORKDIR)",
+    "sample": "write text with a trained model, as it comes (--restore=WORKDIR --prompt=TEXT)",
     "complexity": "time, FLOPs and bytes of dense, blockwise, banded and linear attention against the length",
     "shapes": "the shape of every array on the way through attention, printed from a real forward pass",
 }
