@@ -371,6 +371,7 @@ def test_m1_finished_rows_are_pads_with_a_fixed_score_and_the_loop_ends_with_the
 def test_probabilities_are_those_of_the_forward_pass() -> None:
     sampler = Sampler(temperature=0.5)
     made = generate(parameters(TEXT), TEXT, HYPER, [[3, 1]], jax.random.key(1), max_new_tokens=6, sampler=sampler)
+    assert made.lengths_B.tolist() == [6] and made.ids_BT.shape == made.logp_BT.shape == (1, 6)
     text = jnp.asarray([[3, 1, *np.asarray(made.ids_BT)[0]]])
     logits = np.float64(forward_of(TEXT, text))[0, 1:-1]
     for got, scale in ((made.logp_BT, 1.0), (made.sampler_logp_BT, 0.5)):
