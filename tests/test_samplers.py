@@ -114,7 +114,7 @@ def test_every_row_equals_the_second_implementation() -> None:
     got = jax.nn.softmax(run(jnp.asarray(logits), numbers.of_rows(B), jnp.asarray(seen)))
     for b in range(B):
         plain = jax.tree.map(lambda x, b=b: np.asarray(x)[b].item(), numbers.of_rows(B))
-        want = distribution(np.float64(logits[b]), set(np.flatnonzero(seen[b]).tolist()), plain)
+        want = distribution(np.asarray(logits[b], np.float64), set(np.flatnonzero(seen[b]).tolist()), plain)
         np.testing.assert_allclose(got[b], want, atol=2e-6, err_msg=f"row {b}: {plain}")
 
 
