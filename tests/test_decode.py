@@ -20,6 +20,7 @@ from transformer_jax.encoder_decoder import Transformer, forward, init_transform
 from transformer_jax.errors import ConfigError, DataError
 from transformer_jax.samplers import GREEDY, Sampler
 
+pytestmark = pytest.mark.usefixtures("quick_decoding")
 V, T, S = 11, 15, 17
 LENGTHS = (T, 5)
 SMALL = Config(

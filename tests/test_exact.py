@@ -18,10 +18,11 @@ from transformer_jax.errors import ConfigError
 from transformer_jax.exact import Outcomes, distribution, outcomes
 from transformer_jax.samplers import Sampler
 
+pytestmark = pytest.mark.usefixtures("quick_decoding")
 V, NEW, STOP = 4, 4, 3
 CONFIG = Config(vocab_size=V, d_model=8, num_heads=2, num_layers=1, positions="alibi", seq_len=8, tie_embeddings=False)
 HYPER, PROMPT = Hyper(), [0, 2]
-ROWS, DRAWS = 4096, 16384
+ROWS, DRAWS = 4096, 12288
 SAMPLERS = {
     "the model": Sampler(),
     "greedy": Sampler(temperature=0.0),

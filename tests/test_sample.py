@@ -27,6 +27,7 @@ from transformer_jax.encoder_decoder import init_transformer
 from transformer_jax.samplers import Sampler
 from transformer_jax.train import init_state
 
+pytestmark = pytest.mark.usefixtures("quick_decoding")
 TINY = ["--experiment=train", "--d_model=8", "--num_heads=2", "--num_layers=1", "--seq_len=16", "--batch_size=2",
         "--steps=3", "--learning_rate=0.05"]  # fmt: skip
 
