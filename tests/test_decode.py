@@ -281,7 +281,12 @@ def test_b9_positions_past_the_table_are_refused_with_both_numbers() -> None:
 
 def test_b10_nothing_is_written_past_the_cache() -> None:
     params, tokens = parameters(SMALL), ids(2, 10)
-    _, cache = extend(params, SMALL, HYPER, init_cache(SMALL, 2, 8), tokens[:, :7])
+
+    @jit
+    def one(cache: Any, token: jax.Array, real: jax.Array) -> Any:
+        return extend(params, SMALL, HYPER, cache, token, real)
+
+    _, cache = one(init_cache(SMALL, 2, 8), tokens[:, :7], jnp.ones((2, 7), bool))
     with pytest.raises(ConfigError, match="10 tokens for a cache of 8 slots"):
         extend(params, SMALL, HYPER, cache, tokens[:, 7:])
     with pytest.raises(ConfigError, match="10 tokens for a cache of 8 slots"):
@@ -289,11 +294,6 @@ def test_b10_nothing_is_written_past_the_cache() -> None:
     with pytest.raises(ConfigError, match="3 tokens at once for a ring that was made for pieces of 2"):
         window = SMALL.replace(mask="window")
         extend(params, window, HYPER, init_cache(window, 2, 4, piece=2), tokens[:, :3])
-
-    @jit
-    def one(cache: Any, token: jax.Array, real: jax.Array) -> Any:
-        return extend(params, SMALL, HYPER, cache, token, real)
-
     for t in (7, 8, 9):  # row 0 stops in time
         x, cache = one(cache, tokens[:, t : t + 1], jnp.asarray([[t < 8], [True]]))
         if t == 7:

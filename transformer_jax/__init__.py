@@ -16,6 +16,8 @@ The map, in the direction that imports point:
     dense, blockwise, banded, linear_attention      four ways to compute attention
     attention                 attend(): one function for self, cross, multi- and grouped-query
     layers, encoder_decoder   layers and stacks: encoder, decoder, both
+    samplers, cache, decode   from logits to ids; keys and values kept; generate and stream
+    exact                     the exact distribution over what a small model writes
     dependencies, meter       what an output depends on; what a function costs
     losses, optim, train      sums over tokens; optax chains; init_state, train_step, run
     sharding, checkpoint      meshes by shape letter; Orbax with digests
