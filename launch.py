@@ -20,6 +20,7 @@ python launch.py --experiment=dk_scaling --workdir=runs/dk          a sweep: tab
 python launch.py --experiment=dk_scaling --plan                     what that would train, and how long
 python launch.py --experiment=train --text=book.txt --steps=2000 --workdir=runs/lm
 python launch.py --experiment=evaluate --restore=runs/lm
+python launch.py --experiment=sample --restore=runs/lm --prompt="The " --sample_temperature=0.8 --top_p=0.95
 python launch.py --experiment=shapes"""
 
 

@@ -42,6 +42,15 @@ RUN_FLAGS: dict[str, tuple[str, Any, str, float]] = {
     "mesh": ("str", "", 'split one model over devices: "data:2,fsdp:2,model:2,seq:2", any of the four', 0),
     "depth": ("choice", "quick", "how much of the question is run: quick or full", 0),
     "profile": ("bool", False, "write a trace of some steps to the workdir", 0),
+    "prompt": ("str", "", "what the model is given: text, or ids as the task's samples show them", 0),
+    "sample_temperature": ("float", 1.0, "temperature of what is drawn; 0: always the most probable", 0),
+    "top_k": ("int", 0, "draw from the k most probable ids alone; 0: off", 0),
+    "top_p": ("float", 1.0, "draw from the fewest ids whose probabilities sum to p; 1: off", 0),
+    "min_p": ("float", 0.0, "draw from ids at least this times as probable as the first; 0: off", 0),
+    "repetition_penalty": ("float", 1.0, "lowers ids that stand there already; 1: off", 0),
+    "max_new_tokens": ("int", 0, "tokens to write at most; 0: what seq_len leaves", 0),
+    "num_samples": ("int", 1, "texts to write, one after the other", 1),
+    "stop": ("str", "", "writing ends before this text", 0),
 }
 ALWAYS = ("experiment", "list", "debug", "help")
 DEPTHS = ("quick", "full")
@@ -77,6 +86,15 @@ class Settings:
     mesh: str = ""
     depth: str = "quick"
     profile: bool = False
+    prompt: str = ""
+    sample_temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_new_tokens: int = 0
+    num_samples: int = 1
+    stop: str = ""
 
     def configure(self, base: Config, hyper: Hyper | None = None) -> tuple[Config, Hyper]:
         """The base (or the preset, where one is given) with the command line's fields."""

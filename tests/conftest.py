@@ -6,6 +6,7 @@ it. `make run` certifies its sweep under full optimisation.
 """
 
 import os
+from collections.abc import Iterator
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
 
@@ -20,6 +21,19 @@ jax.config.update("jax_default_matmul_precision", "highest")
 @pytest.fixture
 def key() -> jax.Array:
     return jax.random.key(0)
+
+
+@pytest.fixture(scope="module")
+def quick_decoding() -> Iterator[None]:
+    """The programs of decode.py compiled as tests/quick.py does: there are many, and each runs once."""
+    from tests.quick import jit
+    from transformer_jax import decode
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "_write", jit(decode.write, static_argnames=("config", "room")))
+        patch.setattr(decode, "_begin", jit(decode.begin, static_argnames=("config", "room")))
+        patch.setattr(decode, "_advance", jit(decode.advance, static_argnames="config", donate_argnames="state"))
+        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

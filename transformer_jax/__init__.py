@@ -17,6 +17,8 @@ The map, in the direction that imports point:
     attention                 attend(): one function for self, cross, multi- and grouped-query
     ring                      the same for rows that are split over devices
     layers, encoder_decoder   layers and stacks: encoder, decoder, both
+    samplers, cache, decode   from logits to ids; keys and values kept; generate and stream
+    exact                     the exact distribution over what a small model writes
     dependencies, meter       what an output depends on; what a function costs
     losses, optim, train      sums over tokens; optax chains; init_state, train_step, run
     sharding, checkpoint      meshes by shape letter; Orbax with digests

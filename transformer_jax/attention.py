@@ -165,6 +165,19 @@ class Attention:
 
 
 @struct.dataclass
+class KeysValues:
+    """Projected keys and values, normed and rotated: what attention reads, and what a cache keeps of it."""
+
+    k_BSKH: jax.Array
+    v_BSKH: jax.Array
+
+    def written(self, new: "KeysValues", slots_BT: jax.Array) -> "KeysValues":
+        """With `new` [..., B, T, K, H] at these slots of each row; a slot past the end takes nothing."""
+        where = (..., jnp.arange(slots_BT.shape[0])[:, None], slots_BT, slice(None), slice(None))
+        return jax.tree.map(lambda old, x: old.at[where].set(x.astype(old.dtype), mode="drop"), self, new)
+
+
+@struct.dataclass
 class Probe:
     """Zeros added to the projected q, k, v: gradients with respect to them are dL/dq, dL/dk, dL/dv."""
 
@@ -202,10 +215,32 @@ def init_attention(key: jax.Array, config: Config) -> Attention:
     )
 
 
+def keys_values(
+    params: Attention,
+    source_BSD: jax.Array,
+    config: Config,
+    *,
+    turn: rope.Rotation | None = None,
+    probe: Probe | None = None,
+) -> KeysValues:
+    """Keys and values of a source, [B, S, K, H] each; qk_norm stands before the rotation by `turn`."""
+    k = _project("bsd,dkh->bskh", source_BSD, params.wk_DKH, params.bk_KH)
+    v = _project("bsd,dkh->bskh", source_BSD, params.wv_DKH, params.bv_KH)
+    if probe is not None:
+        k, v = k + probe.k_BSKH.astype(k.dtype), v + probe.v_BSKH.astype(v.dtype)
+    return KeysValues(_placed(k, params.k_scale_H, config, turn), v)
+
+
+def _placed(x: jax.Array, scale_H: jax.Array | None, config: Config, turn: rope.Rotation | None) -> jax.Array:
+    """Queries or keys with their norm and rotation, where they have them."""
+    x = x if scale_H is None else rms(x, scale_H, config.norm_epsilon)
+    return x if turn is None else rope.rotate(x, turn, config.rope_layout)
+
+
 def attention(
     params: Attention,
     x_BTD: jax.Array,
-    source_BSD: jax.Array,
+    source: jax.Array | KeysValues,
     mask: Mask,
     config: Config,
     hyper: Hyper,
@@ -218,21 +253,18 @@ def attention(
     trace: bool = False,
     attend: Callable[..., Any] = attend,
 ) -> tuple[jax.Array, Trace | None]:
-    """Multi-head attention of x over source (x itself for self-attention): [B, T, D].
+    """Multi-head attention of x over source [B, S, D] (x itself for self-attention): [B, T, D].
 
-    turn: rotary angles, bias: of positions; both for self-attention only. key: for dropout of
-    the weights. implementation: None takes the config's; qk_norm stands before the rotation.
+    source: or its keys and values, projected already. turn: rotary angles, bias: of positions; both
+    for self-attention only. key: for dropout of the weights. implementation: None takes the config's.
     attend: what computes it, `attend` or a mesh's own (see layers.Constrain).
     """
     q = _project("btd,dnh->btnh", x_BTD, params.wq_DNH, params.bq_NH)
-    k = _project("bsd,dkh->bskh", source_BSD, params.wk_DKH, params.bk_KH)
-    v = _project("bsd,dkh->bskh", source_BSD, params.wv_DKH, params.bv_KH)
-    if probe is not None:
-        q, k, v = q + probe.q_BTNH.astype(q.dtype), k + probe.k_BSKH.astype(k.dtype), v + probe.v_BSKH.astype(v.dtype)
-    if params.q_scale_H is not None and params.k_scale_H is not None:
-        q, k = rms(q, params.q_scale_H, config.norm_epsilon), rms(k, params.k_scale_H, config.norm_epsilon)
-    if turn is not None:
-        q, k = rope.rotate(q, turn, config.rope_layout), rope.rotate(k, turn, config.rope_layout)
+    q = q if probe is None else q + probe.q_BTNH.astype(q.dtype)
+    q = _placed(q, params.q_scale_H, config, turn)
+    if not isinstance(source, KeysValues):
+        source = keys_values(params, source, config, turn=turn, probe=probe)
+    k, v = source.k_BSKH, source.v_BSKH
     scoring = Scoring(
         dk_exponent=hyper.dk_exponent,
         temperature=hyper.attention_temperature,

@@ -22,7 +22,16 @@ import jax.numpy as jnp
 from flax import struct
 
 from transformer_jax import keys, masks, relative, rope
-from transformer_jax.attention import Attention, Probe, Trace, attend, attention, init_attention
+from transformer_jax.attention import (
+    Attention,
+    KeysValues,
+    Probe,
+    Trace,
+    attend,
+    attention,
+    init_attention,
+    keys_values,
+)
 from transformer_jax.config import Config, Hyper
 from transformer_jax.ffn import FFN, ffn, init_ffn
 from transformer_jax.masks import Mask
@@ -81,11 +90,26 @@ class Stack:
 
 @struct.dataclass
 class LayerTrace:
-    """What a layer did (or, with a leading axis L, all of them): attentions if traced, experts if it has them."""
+    """What a layer did (or, with a leading axis L, all of them): attentions if traced, experts if it has them.
+
+    added: the keys and values of x that a cache is to keep, where there is one.
+    """
 
     attention: Trace | None
     cross: Trace | None
     experts: MoELosses | None
+    added: KeysValues | None = None
+
+
+@struct.dataclass
+class Held:
+    """Keys and values of earlier calls (or, with a leading axis L, those of all layers).
+
+    own: of the tokens so far, a slot each; cross: of the encoder's output, all of it.
+    """
+
+    own: KeysValues
+    cross: KeysValues | None = None
 
 
 def init_stack(key: jax.Array, config: Config, layers: int, cross: bool) -> Stack:
@@ -155,6 +179,8 @@ def _apply_layer(
     memory: jax.Array | None,
     memory_mask: Mask | None,
     real_BT: jax.Array | None,
+    held: Held | None,
+    slots_BT: jax.Array | None,
     key: jax.Array | None,
     probe: Probe | None,
     trace: bool,
@@ -168,10 +194,14 @@ def _apply_layer(
     traces = {}
 
     def self_attention(y: jax.Array) -> jax.Array:
+        source = y
+        if held is not None and slots_BT is not None:
+            traces["added"] = keys_values(layer.attention, y, config, turn=turn)
+            source = held.own.written(traces["added"], slots_BT)
         out, traces["self"] = attention(
             layer.attention,
             y,
-            y,
+            source,
             mask,
             config,
             hyper,
@@ -186,11 +216,12 @@ def _apply_layer(
         return out
 
     def cross_attention(y: jax.Array) -> jax.Array:
-        assert layer.cross is not None and memory is not None and memory_mask is not None
+        source = memory if held is None else held.cross
+        assert layer.cross is not None and source is not None and memory_mask is not None
         out, traces["cross"] = attention(
             layer.cross,
             y,
-            memory,
+            source,
             memory_mask,
             config,
             hyper,
@@ -213,7 +244,7 @@ def _apply_layer(
             x = _residual(x, cross_attention, layer.cross_norms, config, hyper, part("cross"))
     with jax.named_scope("ffn"):
         x = _residual(x, feed_forward, layer.ffn_norms, config, hyper, part("ffn"))
-    return x, LayerTrace(traces.get("self"), traces.get("cross"), traces.get("experts"))
+    return x, LayerTrace(traces.get("self"), traces.get("cross"), traces.get("experts"), traces.get("added"))
 
 
 def implementation_for(config: Config, mask: Mask) -> str:
@@ -246,6 +277,9 @@ def apply_stack(
     memory: jax.Array | None = None,
     memory_mask: Mask | None = None,
     lengths_B: jax.Array | None = None,
+    held: Held | None = None,
+    slots_BT: jax.Array | None = None,
+    real_BT: jax.Array | None = None,
     key: jax.Array | None = None,
     probe: Probe | None = None,
     trace: bool = False,
@@ -254,16 +288,19 @@ def apply_stack(
     """Run the layers: [B, T, D] -> [B, T, D], traces with a leading L.
 
     memory [B, S, D], memory_mask: the encoder's output, for cross-attention.
-    lengths_B: real tokens of a row, which alone are sent to experts (None: all).
+    lengths_B: real tokens of a row, which alone are sent to experts (None: all); real_BT: which, instead.
+    held: earlier keys and values, with a leading L; x's own are written to slots_BT, and the mask is
+    of all S slots. The traces have what was added; `held` is as it was.
     probe: zeros with a leading L (see attention.Probe). key: for dropout, folded by layer.
     """
     turn = rope.from_config(positions_BT, config, hyper) if config.positions == "rope" else None
     bias = position_bias(stack, config, mask)
-    real_BT = None if lengths_B is None else jnp.arange(x_BTD.shape[1])[None] < lengths_B[:, None]
+    if lengths_B is not None:
+        real_BT = jnp.arange(x_BTD.shape[1])[None] < lengths_B[:, None]
     L = jax.tree.leaves(stack.layers)[0].shape[0]
 
-    def body(x: jax.Array, xs: tuple[Layer, Probe | None, jax.Array]) -> tuple[jax.Array, LayerTrace]:
-        layer, layer_probe, i = xs
+    def body(x: jax.Array, xs: tuple[Layer, Probe | None, Held | None, jax.Array]) -> tuple[jax.Array, LayerTrace]:
+        layer, layer_probe, layer_held, i = xs
         layer_key = None if key is None else jax.random.fold_in(key, i)
         x, traces = _apply_layer(
             layer,
@@ -276,6 +313,8 @@ def apply_stack(
             memory=memory,
             memory_mask=memory_mask,
             real_BT=real_BT,
+            held=layer_held,
+            slots_BT=slots_BT,
             key=layer_key,
             probe=layer_probe,
             trace=trace,
@@ -285,5 +324,5 @@ def apply_stack(
 
     if config.remat:
         body = jax.checkpoint(body, prevent_cse=False)
-    x, traces = jax.lax.scan(body, x_BTD, (stack.layers, probe, jnp.arange(L)), unroll=config.scan_unroll or L)
+    x, traces = jax.lax.scan(body, x_BTD, (stack.layers, probe, held, jnp.arange(L)), unroll=config.scan_unroll or L)
     return (x if stack.final_norm is None else norm(stack.final_norm, x, config)), traces

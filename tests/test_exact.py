@@ -1,0 +1,205 @@
+"""The exact distribution: hand values, and what `generate` draws held to it by chi-square."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from transformer_jax.config import Config, Hyper
+from transformer_jax.decode import generate
+from transformer_jax.encoder_decoder import Transformer, init_transformer
+from transformer_jax.errors import ConfigError
+from transformer_jax.exact import Outcomes, distribution, outcomes
+from transformer_jax.samplers import Sampler
+
+pytestmark = pytest.mark.usefixtures("quick_decoding")
+V, NEW, STOP = 4, 4, 3
+CONFIG = Config(vocab_size=V, d_model=8, num_heads=2, num_layers=1, positions="alibi", seq_len=8, tie_embeddings=False)
+HYPER, PROMPT = Hyper(), [0, 2]
+ROWS, DRAWS = 4096, 12288
+SAMPLERS = {
+    "the model": Sampler(),
+    "greedy": Sampler(temperature=0.0),
+    "warm": Sampler(temperature=1.7),
+    "cold": Sampler(temperature=0.6),
+    "top-k": Sampler(top_k=2),
+    "top-p": Sampler(top_p=0.7),
+    "min-p": Sampler(min_p=0.35),
+    "penalty": Sampler(repetition_penalty=1.8),
+    "top-k and top-p": Sampler(top_k=3, top_p=0.75),
+    "warm and top-p": Sampler(temperature=1.7, top_p=0.7),
+    "all": Sampler(temperature=1.3, top_k=3, top_p=0.9, min_p=0.1, repetition_penalty=1.4),
+}
+
+
+@functools.cache
+def parameters() -> Transformer:
+    params = init_transformer(jax.random.key(3), CONFIG)
+    return jax.tree.map(lambda x: 1.4 * x, params)
+
+
+def exact(name: str, **options: Any) -> Outcomes:
+    return outcomes(
+        parameters(), CONFIG, HYPER, PROMPT, SAMPLERS[name], max_new_tokens=NEW, stop_ids=(STOP,), **options
+    )
+
+
+@functools.cache
+def drawn(name: str) -> dict[tuple[int, ...], int]:
+    """How often `generate` wrote each sequence."""
+    counts: dict[tuple[int, ...], int] = {}
+    for start in range(0, DRAWS, ROWS):
+        made = generate(
+            parameters(), CONFIG, HYPER, [PROMPT] * ROWS, jax.random.key(11), max_new_tokens=NEW,
+            sampler=SAMPLERS[name], stop_ids=(STOP,), row_ids=range(start, start + ROWS),
+        )  # fmt: skip
+        for ids, length in zip(np.asarray(made.ids_BT).tolist(), made.lengths_B.tolist(), strict=True):
+            counts[tuple(ids[:length])] = counts.get(tuple(ids[:length]), 0) + 1
+    return counts
+
+
+def misfit(counts: dict[tuple[int, ...], int], found: Outcomes) -> float:
+    """p of the chi-square test; sequences that are expected fewer than 5 times are one. 0 for one that cannot be."""
+    if not set(counts) <= set(found.sequences):
+        return 0.0
+    total = sum(counts.values())
+    expected = found.p * total
+    seen = np.array([counts.get(ids, 0) for ids in found.sequences])
+    rare = expected < 5
+    if rare.any():
+        expected, seen = np.r_[expected[~rare], expected[rare].sum()], np.r_[seen[~rare], seen[rare].sum()]
+    if len(seen) == 1:
+        return float(seen[0] == total)
+    return float(stats.chisquare(seen, expected * total / expected.sum()).pvalue)
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_what_is_drawn_is_distributed_as_the_enumeration_says(name: str) -> None:
+    found, counts = exact(name), drawn(name)
+    assert sum(counts.values()) == DRAWS
+    assert misfit(counts, found) > 0.001, name
+
+
+# --- the same test must refuse each of these: what a wrong sampler would draw ---------
+
+
+def _temperature_last(logits: np.ndarray, seen: Any, sampler: Sampler) -> np.ndarray:
+    p = distribution(logits, seen, dataclasses.replace(sampler, temperature=1.0)) ** (1 / sampler.temperature)
+    return p / p.sum()
+
+
+def _top_p_without_the_crossing(logits: np.ndarray, seen: Any, sampler: Sampler) -> np.ndarray:
+    p = distribution(logits, seen, dataclasses.replace(sampler, top_p=1.0, min_p=0.0))
+    order = np.argsort(-p, kind="stable")
+    p[order[np.cumsum(p[order]) > sampler.top_p][: len(p) - 1]] = 0.0
+    return p / p.sum() if p.sum() else np.eye(len(p))[order[0]]
+
+
+def _top_p_before_top_k(logits: np.ndarray, seen: Any, sampler: Sampler) -> np.ndarray:
+    p = distribution(logits, seen, dataclasses.replace(sampler, top_k=0))
+    p[np.argsort(-p, kind="stable")[sampler.top_k :]] = 0.0
+    return p / p.sum()
+
+
+def _changed(**changes: Any) -> Any:
+    return lambda logits, seen, sampler: distribution(logits, seen, dataclasses.replace(sampler, **changes))
+
+
+def _penalty_divides(logits: np.ndarray, seen: Any, sampler: Sampler) -> np.ndarray:
+    lowered = np.where(np.isin(np.arange(len(logits)), list(seen)), logits / sampler.repetition_penalty, logits)
+    return distribution(lowered, set(), dataclasses.replace(sampler, repetition_penalty=1.0))
+
+
+def _penalty_forgets_the_prompt(logits: np.ndarray, seen: Any, sampler: Sampler) -> np.ndarray:
+    return distribution(logits, set(seen) - set(PROMPT), sampler)
+
+
+def _min_p_of_1(logits: np.ndarray, seen: Any, sampler: Sampler) -> np.ndarray:
+    p = distribution(logits, seen, Sampler())
+    p = np.where(p < min(sampler.min_p, p.max()), 0.0, p)
+    return p / p.sum()
+
+
+MUTANTS: dict[str, tuple[str, Any]] = {
+    "temperature after the others": ("warm and top-p", _temperature_last),
+    "temperature multiplies": ("warm", lambda x, seen, s: distribution(x * s.temperature, seen, Sampler())),
+    "top-k keeps one more": ("top-k", _changed(top_k=3)),
+    "top-k keeps one fewer": ("top-k", _changed(top_k=1)),
+    "top-p drops the crossing id": ("top-p", _top_p_without_the_crossing),
+    "top-p before top-k": ("top-k and top-p", _top_p_before_top_k),
+    "min-p of 1, not of the largest": ("min-p", _min_p_of_1),
+    "penalty divides negative logits": ("penalty", _penalty_divides),
+    "penalty forgets the prompt": ("penalty", _penalty_forgets_the_prompt),
+    "no sampler": ("cold", _changed(temperature=1.0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_wrong_sampler_is_refused(name: str) -> None:
+    setting, process = MUTANTS[name]
+    assert misfit(drawn(setting), exact(setting, process=process)) < 1e-9
+
+
+# --- the enumeration itself -----------------------------------------------------------
+
+
+def test_two_ids_by_hand() -> None:
+    """A model that sees no position and says p(1) = 1/4 after anything; 1 stops."""
+    config = CONFIG.replace(vocab_size=2, positions="none", norm_placement="none", num_layers=1)
+    params = jax.tree.map(jnp.zeros_like, init_transformer(jax.random.key(0), config))
+    embedding = dataclasses.replace(
+        params.embedding, embed_VD=params.embedding.embed_VD.at[:, 0].set(1 / math.sqrt(config.D)),
+        wout_DV=params.embedding.wout_DV.at[0].set(jnp.log(jnp.asarray([3.0, 1.0]))),
+    )  # fmt: skip
+    params = dataclasses.replace(params, embedding=embedding)
+    found = outcomes(params, config, HYPER, [0], max_new_tokens=3, stop_ids=(1,))
+    want = {(0, 0, 0): 27 / 64, (1,): 1 / 4, (0, 1): 3 / 16, (0, 0, 1): 9 / 64}
+    assert found.sequences == tuple(want)
+    np.testing.assert_allclose(found.p, list(want.values()), rtol=1e-6)
+    assert found.mode == (0, 0, 0) and found.probability((0, 1)) == pytest.approx(3 / 16)
+    assert found.probability((1, 0)) == 0.0
+    assert found.expected_length == pytest.approx(1 / 4 + 2 * 3 / 16 + 3 * 36 / 64)
+    assert found.entropy == pytest.approx(-sum(p * math.log(p) for p in want.values()))
+    greedy = outcomes(params, config, HYPER, [0], Sampler(temperature=0.0), max_new_tokens=3, stop_ids=(1,))
+    assert greedy.sequences == ((0, 0, 0),) and greedy.entropy == 0.0
+
+
+def test_probabilities_are_those_that_generate_reports() -> None:
+    sampler = SAMPLERS["all"]
+    found = exact("all")
+    made = generate(
+        parameters(), CONFIG, HYPER, [PROMPT] * ROWS, jax.random.key(0), max_new_tokens=NEW, sampler=sampler,
+        stop_ids=(STOP,),
+    )  # fmt: skip
+    for row in range(20):
+        ids = made.ids_BT[row, : made.lengths_B[row]].tolist()
+        assert float(made.sampler_logp_BT[row].sum()) == pytest.approx(math.log(found.probability(ids)), abs=1e-5)
+
+
+def test_a_translation_follows_its_source() -> None:
+    config = CONFIG.replace(architecture="encoder_decoder")
+    params = init_transformer(jax.random.key(3), config)
+    options: Any = {"max_new_tokens": 2, "stop_ids": (STOP,)}
+    found = {s: outcomes(params, config, HYPER, [0], source=s, **options) for s in ((1, 2), (2, 2))}
+    assert all(abs(one.p.sum() - 1) < 1e-12 for one in found.values())
+    assert abs(found[1, 2].entropy - found[2, 2].entropy) > 1e-4
+    made = generate(
+        params, config, HYPER, [[0]], jax.random.key(0), sources=[(1, 2)], sampler=Sampler(temperature=0.0), **options
+    )
+    greedy = outcomes(params, config, HYPER, [0], Sampler(temperature=0.0), source=(1, 2), **options)
+    assert tuple(made.ids_BT[0, : made.lengths_B[0]].tolist()) == greedy.mode
+
+
+def test_too_many_sequences_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"4\*\*9 sequences"):
+        outcomes(parameters(), CONFIG, HYPER, PROMPT, max_new_tokens=9)
+    with pytest.raises(ConfigError, match="a prompt of 0 ids"):
+        outcomes(parameters(), CONFIG, HYPER, [], max_new_tokens=2)
+    with pytest.raises(ConfigError, match="mask=none"):
+        outcomes(parameters(), CONFIG.replace(mask="none"), HYPER, PROMPT, max_new_tokens=2)
