@@ -223,6 +223,7 @@ def apply_stack(
     memory: jax.Array | None = None,
     memory_mask: Mask | None = None,
     lengths_B: jax.Array | None = None,
+    bias: relative.Bias | None = None,
     key: jax.Array | None = None,
     probe: Probe | None = None,
     trace: bool = False,
@@ -232,10 +233,12 @@ def apply_stack(
 
     memory [B, S, D], memory_mask: the encoder's output, for cross-attention.
     lengths_B: real tokens of a row, which alone are sent to experts (None: all).
+    bias: added to the scores of every self-attention, beside that of the positions.
     probe: zeros with a leading L (see attention.Probe). key: for dropout, folded by layer.
     """
     turn = rope.from_config(positions_BT, config, hyper) if config.positions == "rope" else None
-    bias = position_bias(stack, config, mask)
+    of_positions = position_bias(stack, config, mask)
+    bias = of_positions if bias is None else bias if of_positions is None else bias + of_positions
     real_BT = None if lengths_B is None else jnp.arange(x_BTD.shape[1])[None] < lengths_B[:, None]
     L = jax.tree.leaves(stack.layers)[0].shape[0]
 
