@@ -204,14 +204,13 @@ def _train(config: Config, hyper: Hyper, constants: Sequence[str], steps: int) -
     causal = jnp.broadcast_to(jnp.tri(T, dtype=bool)[None, None], (B, 1, T, T))
     planes = jnp.stack([causal, jnp.broadcast_to(real_BS[:, None, None], (B, 1, T, T))])
     allowed, places = jnp.all(planes, axis=0), jnp.arange(T)[None]
-    start = init_transformer(jax.random.key(0), config)
 
-    def run(constant: jax.Array, boolean: jax.Array) -> jax.Array:
+    def run(constant: jax.Array, boolean: jax.Array, data: Any) -> jax.Array:
         mask = masks.dense(allowed | ~boolean)
         bias = relative.dense(jnp.where(boolean, 0.0, hidden_sum(planes, constant, config.score_dtype)))
 
         def objective(params: Any, key: jax.Array) -> jax.Array:
-            batch = task.train_batch(task.data, key)
+            batch = task.train_batch(data, key)
             x = embed(params.embedding, jnp.where(real_BS, batch.tokens_BT, 0), places, config)
             x, _ = apply_stack(params.decoder, x, config, hyper, mask=mask, positions_BT=places, bias=bias)
             weights_BT = jnp.where(real_BS, batch.weights_BT, 0.0)
@@ -223,8 +222,10 @@ def _train(config: Config, hyper: Hyper, constants: Sequence[str], steps: int) -
             updates, state = rule.update(slopes, state, params)
             return (jax.tree.map(jnp.add, params, updates), state), loss
 
+        start: Any = init_transformer(jax.random.key(0), config)
         return jax.lax.scan(step, (start, rule.init(start)), jnp.arange(steps))[1]
 
     numbers = [0.0, *(value(name, config.score_dtype) for name in constants)]
     flags = [True] + [False] * len(constants)
-    return jax.jit(lambda xs: jax.lax.map(lambda x: run(*x), xs))((jnp.asarray(numbers), jnp.asarray(flags)))
+    every = jax.jit(lambda xs, data: jax.lax.map(lambda x: run(*x, data), xs))
+    return every((jnp.asarray(numbers), jnp.asarray(flags)), task.data)
