@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from transformer_jax.batch import Batch
 from transformer_jax.config import Config, Hyper
+from transformer_jax.data.tasks import Index
 from transformer_jax.encoder_decoder import Transformer
 from transformer_jax.losses import Sums
 from transformer_jax.train import token_sums
@@ -19,7 +20,7 @@ from transformer_jax.train import token_sums
 STRIDE = 32  # a position costs the forward pass of a whole row: one in so many is asked
 
 
-def asked(B: int, T: int, index: jax.Array, stride: int = STRIDE) -> jax.Array:
+def asked(B: int, T: int, index: Index, stride: int = STRIDE) -> jax.Array:
     """[B, Q] every stride-th position of each row; another first one in each row and each batch.
 
     A place may be T or more: it is no position, and does not count.
@@ -42,21 +43,22 @@ def prefixes(batch: Batch, places_BQ: jax.Array) -> Batch:
     slots = jnp.arange(T)[None]
     return dataclasses.replace(
         rows,
-        tokens_BT=jnp.where(slots < lengths[:, None], rows.tokens_BT, 0),
+        tokens_BT=jnp.where(slots <= place[:, None], rows.tokens_BT, 0),
         weights_BT=jnp.where(slots == place[:, None], rows.weights_BT, 0.0),
         lengths_B=lengths,
     )
 
 
 def honest(
-    config: Config, params: Transformer, hyper: Hyper, batch: Batch, index: jax.Array, stride: int = STRIDE
+    config: Config, params: Transformer, hyper: Hyper, batch: Batch, index: Index, stride: int = STRIDE
 ) -> Sums:
     """Sums over the asked positions, each on its own prefix."""
-    return token_sums(params, config, hyper, prefixes(batch, asked(*batch.tokens_BT.shape, index, stride)))
+    B, T = batch.tokens_BT.shape
+    return token_sums(params, config, hyper, prefixes(batch, asked(B, T, index, stride)))
 
 
 def seen(
-    config: Config, params: Transformer, hyper: Hyper, batch: Batch, index: jax.Array, stride: int = STRIDE
+    config: Config, params: Transformer, hyper: Hyper, batch: Batch, index: Index, stride: int = STRIDE
 ) -> Sums:
     """Sums over the same positions under teacher forcing: all of the row that the mask allows."""
     B, T = batch.tokens_BT.shape

@@ -105,7 +105,7 @@ def _pairs(arms: Sequence[Arm]) -> list[tuple[str, str]]:
 
 
 def afterwards(outcome: Outcome, found: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Gaps, leaks of each arm's first model, and the constants; the derivatives [T, T] go to a file for the pictures."""
+    """Gaps, leaks of each arm's first model, and the constants; the derivatives [T, T] go to a file of their own."""
     models = trained.models(folder)
     derivatives, rows = {}, []
     for i, arm in enumerate(found["arms"]):
@@ -211,8 +211,8 @@ def _heat(found: dict[str, Any]) -> Section:
 
     return Section(
         "What an output depends on",
-        "The largest derivative of output i by the embedding of position j, seed 0, on one row of text. White is exactly "
-        "0. Red lies above the diagonal: the future.",
+        "The largest derivative of output i by the embedding of position j, seed 0, on one row of text. White is "
+        "exactly 0. Red lies above the diagonal: the future.",
         figure=("leaks.png", draw),
     )
 
@@ -263,8 +263,8 @@ def _training(found: dict[str, Any]) -> Section:
     rows = [[name, *(cell(at[name, dtype]) for dtype in dtypes)] for name in dict.fromkeys(name for name, _ in at)]
     return Section(
         "Constants in training",
-        f"One layer trained for {trial['steps']} steps on rows padded on the left, causal and padding masks added after "
-        "the scale: training loss over the last tenth, by the type of the scores. No loss is counted at padding.",
+        f"One layer trained for {trial['steps']} steps on rows padded on the left, causal and padding masks added "
+        "after the scale: training loss over the last tenth, by the type of the scores. No loss is counted at padding.",
         ("hidden by", *dtypes),
         rows,
     )

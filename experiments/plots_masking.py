@@ -8,6 +8,7 @@ import numpy as np
 
 from experiments import plots
 
+SIZES = (9, 5)  # of the hollow and the full mark, points
 COLUMNS = 3
 DECADES = 6  # a derivative this far below the largest is drawn as palely as can be
 
@@ -30,30 +31,32 @@ def two_dots(
             means = [found["mean"] for found in pair]
             if None not in means:
                 axes.plot(means, [i, i], color=plots.colour(i), linewidth=1, alpha=0.5)
-            for found, face in zip(pair, ("white", plots.colour(i)), strict=True):
+            # The hollow mark is larger: where both stand at one place, it is a ring around the other.
+            for found, face, size in zip(pair, ("white", plots.colour(i)), SIZES, strict=True):
                 if found["mean"] is None:
                     continue
                 low, high = found["ci95"] or (found["mean"], found["mean"])
                 ends = [[found["mean"] - low], [high - found["mean"]]]
-                style = {"color": plots.colour(i), "marker": "o", "markersize": 6, "markerfacecolor": face}
-                axes.errorbar([found["mean"]], [i], xerr=ends, linestyle="", capsize=2, **style)
+                style = {"color": plots.colour(i), "marker": "o", "markersize": size, "markerfacecolor": face}
+                axes.errorbar([found["mean"]], [i], xerr=ends, linestyle="", **style)
         axes.set_yticks(range(len(names)), names)
         axes.invert_yaxis()
         axes.set_xlim(left=min(0.0, axes.get_xlim()[0]))
         axes.set_xlabel(x_label)
-        grey = {"color": "#444444", "marker": "o", "markersize": 6, "linestyle": ""}
-        handles = [plots._line(**grey, markerfacecolor=face) for face in ("white", "#444444")]
-        plots._legend(figure, handles, labels, "upper right")
+        grey = {"color": "#444444", "marker": "o", "linestyle": ""}
+        faces = zip(("white", "#444444"), SIZES, strict=True)
+        handles = [plots.line(**grey, markerfacecolor=face, markersize=size) for face, size in faces]
+        plots.legend(figure, handles, labels, "upper right")
 
 
 def heat_maps(path: Path, maps: Mapping[str, np.ndarray]) -> None:
-    """Square arrays [T, T] by name on one logarithmic scale, above the diagonal in red; white is exactly 0, black NaN."""
+    """Arrays [T, T] by name on one logarithmic scale, above the diagonal in red; white is exactly 0, black NaN."""
     from matplotlib.colors import LogNorm
 
     finite = [x[np.isfinite(x) & (x > 0)] for x in maps.values()]
     most = max((float(x.max()) for x in finite if x.size), default=1.0)
     rows = -(-len(maps) // COLUMNS)
-    with plots.drawing(path, 0.5 + 1.95 * rows) as figure:
+    with plots.drawing(path, 1.1 + 1.75 * rows) as figure:
         grid = figure.subplots(rows, COLUMNS, squeeze=False)
         for axes in grid.flat[len(maps) :]:
             axes.set_axis_off()
@@ -71,9 +74,12 @@ def heat_maps(path: Path, maps: Mapping[str, np.ndarray]) -> None:
             ends = (0, len(x) - 1)
             axes.set_xticks(ends)
             axes.set_yticks(ends)
-        figure.supxlabel("input j", fontsize=9, color="#222222")
-        figure.supylabel("output i", fontsize=9, color="#222222")
+        for axes in grid[:, 0]:
+            axes.set_ylabel("output i")
+        for axes in grid.flat[max(0, len(maps) - COLUMNS) : len(maps)]:
+            axes.set_xlabel("input j")
         for shades, label in (("Reds", "j > i"), ("Blues", "j ≤ i")):
-            bar = figure.colorbar(images[shades], ax=grid, shrink=0.6, pad=0.02, aspect=30)
-            bar.ax.set_title(label, fontsize=8, color="#222222")
+            bar = figure.colorbar(images[shades], ax=grid, location="bottom", shrink=0.7, pad=0.01, aspect=50)
+            bar.set_label(label, fontsize=9, color="#222222")
+            bar.ax.minorticks_off()
             bar.outline.set_visible(False)
