@@ -49,17 +49,13 @@ def prefixes(batch: Batch, places_BQ: jax.Array) -> Batch:
     )
 
 
-def honest(
-    config: Config, params: Transformer, hyper: Hyper, batch: Batch, index: Index, stride: int = STRIDE
-) -> Sums:
+def honest(config: Config, params: Transformer, hyper: Hyper, batch: Batch, index: Index, stride: int = STRIDE) -> Sums:
     """Sums over the asked positions, each on its own prefix."""
     B, T = batch.tokens_BT.shape
     return token_sums(params, config, hyper, prefixes(batch, asked(B, T, index, stride)))
 
 
-def seen(
-    config: Config, params: Transformer, hyper: Hyper, batch: Batch, index: Index, stride: int = STRIDE
-) -> Sums:
+def seen(config: Config, params: Transformer, hyper: Hyper, batch: Batch, index: Index, stride: int = STRIDE) -> Sums:
     """Sums over the same positions under teacher forcing: all of the row that the mask allows."""
     B, T = batch.tokens_BT.shape
     here_BT = jnp.any(asked(B, T, index, stride)[:, :, None] == jnp.arange(T)[None, None], axis=1)

@@ -43,7 +43,7 @@ CASES = {
     "causal + padding": "two masks added, each row sees a key",
     "no key": "one mask, rows that see nothing",
     "no key, twice": "two masks added, both hide all of a row",
-    "low score": f"causal, the only allowed score of a row is {LOW:g}",
+    "low score": f"causal, the only allowed score of a row is −{-LOW:g}",
 }
 
 

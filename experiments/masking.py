@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import ask, grid, mask_constants, results, trained
+from experiments import ask, grid, mask_constants, report, results, trained
 from experiments.flags import Settings
 from experiments.grid import Arm, Run
 from experiments.honest import honest, seen
@@ -53,6 +53,7 @@ SWEPT = ("mask", "window", "learning_rate")
 TRIAL = {"num_layers": 1, "seq_len": 32, "batch_size": 4}  # of the constants; also as wide as the arms at most
 TRIAL_STEPS = 60
 PICTURES = "leaks.npz"
+CONSTANTS = {"-inf": "−∞", "-1e4": "−10⁴", "-1e9": "−10⁹"}  # as the report writes them
 
 
 def question(settings: Settings) -> Question:
@@ -75,7 +76,8 @@ def question(settings: Settings) -> Question:
         if kind == "window":
             arms += [Arm(f"window {width}", of, dataclasses.replace(hyper, window=width)) for width in windows]
         else:
-            arms.append(Arm({"prefix": f"prefix {hyper.prefix}"}.get(kind, kind.replace("_", "-")), of, hyper))
+            names = {"none": "no mask", "prefix": f"prefix {hyper.prefix}"}
+            arms.append(Arm(names.get(kind, kind.replace("_", "-")), of, hyper))
     arms = grid.with_shared_terms(grid.cross(arms, extra))
     return Question(
         name="masking",
@@ -173,9 +175,7 @@ def _cheats(found: dict[str, Any]) -> Section:
     rows = []
     for arm, gap, leak in zip(found["arms"], found["gaps"], found["leaks"], strict=True):
         losses = [arm["metrics"][name] for name in ("train_loss", "report_seen_loss", "report_honest_loss")]
-        apart = (
-            "–" if gap["mean"] is None else f"{gap['mean']:.3f}" if abs(gap["mean"]) > 5e-4 else f"{gap['mean']:.0e}"
-        )
+        apart = "diverged" if gap["mean"] is None else report.fixed(gap["mean"], 3 if abs(gap["mean"]) > 5e-4 else 6)
         largest = "NaN" if leak["largest"] is None else f"{leak['largest']:.2g}"
         rows.append([arm["name"], *map(_shown, losses), apart, largest, f"{leak['pairs']:,} of {leak['of']:,}"])
     return Section(
@@ -226,7 +226,10 @@ def _constants(found: Sequence[dict[str, Any]]) -> list[Section]:
     kinds.sort(key=lambda kind: mask_constants.CONSTANTS.index(kind[0]))
 
     def table(placement: str) -> list[list[str]]:
-        return [[*kind, *(cells[*kind, case, placement] for case in mask_constants.CASES)] for kind in kinds]
+        return [
+            [CONSTANTS[constant], dtype, *(cells[constant, dtype, case, placement] for case in mask_constants.CASES)]
+            for constant, dtype in kinds
+        ]
 
     after, before = table("after"), table("before")
     other = [row for row, usual in zip(before, after, strict=True) if row != usual]
@@ -260,7 +263,8 @@ def _training(found: dict[str, Any]) -> Section:
     def cell(row: dict[str, Any]) -> str:
         return f"NaN from step {row['nan_step']}" if row["loss"] is None else f"{row['loss']:.4f}"
 
-    rows = [[name, *(cell(at[name, dtype]) for dtype in dtypes)] for name in dict.fromkeys(name for name, _ in at)]
+    names = dict.fromkeys(name for name, _ in at)
+    rows = [[CONSTANTS.get(name, name), *(cell(at[name, dtype]) for dtype in dtypes)] for name in names]
     return Section(
         "Constants in training",
         f"One layer trained for {trial['steps']} steps on rows padded on the left, causal and padding masks added "

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from experiments import evaluate, results, trained
@@ -84,7 +83,7 @@ def rows_of(restore: str) -> list[Row]:
 
 
 def settings_of(rows: Sequence[Row]) -> list[Setting]:
-    """The columns that make sense for all rows: masks where there is a decoder that can have them, RoPE's base with RoPE."""
+    """What makes sense for all rows: masks where there is a decoder that can have them, RoPE's base with RoPE."""
     configs = [row.config for row in rows]
     made = [Setting(AS_TRAINED, {})]
     for name, values in NUMBERS.items():
@@ -138,7 +137,7 @@ def _evaluate(config: Config, params_R: Any, which: Sequence[int], hypers: Seque
 
 
 def build(rows: Sequence[Row], settings: Sequence[Setting], found: np.ndarray, restore: str) -> dict[str, Any]:
-    """results.json: every setting is a metric of every arm; `difference` is less the arm's own settings, seed by seed."""
+    """results.json: each setting is a metric of each arm; `difference` is less the arm's own, seed by seed."""
     arms = []
     for row, losses in zip(rows, found, strict=True):
         per_setting = {}

@@ -19,7 +19,7 @@ LABELS = {
     "selection_loss": "loss on the selection split",
     "report_accuracy": "next-token accuracy",
     "train_loss": "training loss, last tenth",
-    "report_honest_loss": "honest validation loss",
+    "report_honest_loss": "honest loss",
 }
 
 

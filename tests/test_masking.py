@@ -260,8 +260,8 @@ def answered(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_command_writes_its_answer(answered: Path) -> None:
     found = json.loads((answered / "results.json").read_text())
     causal, none = found["arms"]
-    assert (found["primary_metric"], found["metric_label"]) == ("report_honest_loss", "honest validation loss")
-    assert found["comparisons"][0]["a"] == "none" and found["comparisons"][0]["metric"] == "report_honest_loss"
+    assert (found["primary_metric"], found["metric_label"]) == ("report_honest_loss", "honest loss")
+    assert found["comparisons"][0]["a"] == "no mask" and found["comparisons"][0]["metric"] == "report_honest_loss"
     for arm in (causal, none):
         honest_loss, seen_loss = (arm["metrics"][f"report_{name}_loss"]["per_seed"] for name in ("honest", "seen"))
         gap = next(row for row in found["gaps"] if row["name"] == arm["name"])["per_seed"]
@@ -269,9 +269,8 @@ def test_the_command_writes_its_answer(answered: Path) -> None:
         assert (np.abs(gap) < 1e-5).all() == (arm is causal) and (np.array(gap) > 0.05).all() == (arm is none)
     assert [row["pairs"] for row in found["leaks"]] == [0, 28]
     with np.load(answered / "leaks.npz") as held:
-        assert held["none"].shape == (8, 8) and np.triu(held["none"], 1).max() == np.float32(
-            found["leaks"][1]["largest"]
-        )
+        slopes = held["no mask"]
+    assert slopes.shape == (8, 8) and np.triu(slopes, 1).max() == np.float32(found["leaks"][1]["largest"])
     for name in ("honest.png", "leaks.png", "report.html"):
         assert (answered / name).stat().st_size > 1000
     page = (answered / "report.html").read_text()
