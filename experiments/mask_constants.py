@@ -167,7 +167,7 @@ def _all_cases(
             "hidden_weight": jnp.max(leaked).astype(jnp.float32),
             "infinite": jnp.sum(jnp.isneginf(scores)),
             "nan_outputs": jnp.sum(jnp.isnan(out)),
-            "nan_gradients": sum(jnp.sum(jnp.isnan(x)) for x in slopes),
+            "nan_gradients": jnp.sum(jnp.isnan(jnp.stack(slopes))),
         }
 
     over_constants = jax.vmap(one, in_axes=(None, None, None, None, 0, None))
@@ -227,5 +227,5 @@ def _train(config: Config, hyper: Hyper, constants: Sequence[str], steps: int) -
 
     numbers = [0.0, *(value(name, config.score_dtype) for name in constants)]
     flags = [True] + [False] * len(constants)
-    every = jax.jit(lambda xs, data: jax.lax.map(lambda x: run(*x, data), xs))
-    return every((jnp.asarray(numbers), jnp.asarray(flags)), task.data)
+    every = jax.jit(lambda c, boolean, data: jax.lax.map(lambda x: run(x[0], x[1], data), (c, boolean)))
+    return every(jnp.asarray(numbers), jnp.asarray(flags), task.data)

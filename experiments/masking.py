@@ -77,7 +77,7 @@ def question(settings: Settings) -> Question:
             arms += [Arm(f"window {width}", of, dataclasses.replace(hyper, window=width)) for width in windows]
         else:
             names = {"none": "no mask", "prefix": f"prefix {hyper.prefix}"}
-            arms.append(Arm(names.get(kind, kind.replace("_", "-")), of, hyper))
+            arms.append(Arm(names.get(kind) or kind.replace("_", "-"), of, hyper))
     arms = grid.with_shared_terms(grid.cross(arms, extra))
     return Question(
         name="masking",
@@ -227,7 +227,11 @@ def _constants(found: Sequence[dict[str, Any]]) -> list[Section]:
 
     def table(placement: str) -> list[list[str]]:
         return [
-            [CONSTANTS[constant], dtype, *(cells[constant, dtype, case, placement] for case in mask_constants.CASES)]
+            [
+                CONSTANTS.get(constant, constant),
+                dtype,
+                *(cells[constant, dtype, case, placement] for case in mask_constants.CASES),
+            ]
             for constant, dtype in kinds
         ]
 

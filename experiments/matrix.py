@@ -129,8 +129,10 @@ def _evaluate(config: Config, params_R: Any, which: Sequence[int], hypers: Seque
         batches = task.eval_batches["report"]
         return train.evaluate(config, params, hyper, lambda i: task.eval_batch(data, "report", i), batches).loss
 
-    short = -len(which) % mesh.size
-    jobs = (np.asarray([*which, *which[:1] * short], np.int32), stack([*hypers, *list(hypers[:1]) * short]))
+    # The first job is repeated to fill the devices.
+    filled = list(zip(which, hypers, strict=True))
+    filled += filled[:1] * (-len(filled) % mesh.size)
+    jobs = (np.asarray([r for r, _ in filled], np.int32), stack([hyper for _, hyper in filled]))
     every = sharding.over_runs(one, mesh, shared=2, donate=False)
     args = (*sharding.place_runs(jobs, mesh), *sharding.place_shared((params_R, task.data), mesh))
     return np.asarray(every(*args))[: len(which)]
@@ -142,9 +144,7 @@ def build(rows: Sequence[Row], settings: Sequence[Setting], found: np.ndarray, r
     for row, losses in zip(rows, found, strict=True):
         per_setting = {}
         for setting, loss in zip(settings, losses, strict=True):
-            values = [results.number(x) for x in loss]
-            own = [results.number(x) for x in losses[0]]
-            apart = [None if None in (a, b) else a - b for a, b in zip(values, own, strict=True)]
+            values, apart = ([results.number(x) for x in of] for of in (loss, loss - losses[0]))
             per_setting[setting.name] = results.summarise(values) | {"difference": results.summarise(apart)}
         hyper = to_dict(row.hyper)
         arms.append({"name": row.name, "config": to_dict(row.config), "hyper": hyper, "metrics": per_setting})

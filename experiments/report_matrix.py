@@ -50,7 +50,7 @@ def draw(path: Path, found: Mapping[str, Any]) -> None:
         size = 8 if arms <= 8 else 6
         for i, j in np.ndindex(values.shape):
             strong = abs(values[i, j]) > 0.4
-            text = fixed(values[i, j], 2, sign=True)
+            text = fixed(float(values[i, j]), 2, sign=True)
             axes.text(j, i, text, ha="center", va="center", fontsize=size, color="white" if strong else "#222222")
         # Lines between the fields that are changed.
         first = [name.rsplit(" ", 1)[0] if not name.startswith("mask") else "mask" for name in names]

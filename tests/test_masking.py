@@ -1,7 +1,11 @@
-"""The masking question: the honest loss, who cheats, what constants do, and the sweep from its command to its files."""
+"""The masking question: the honest loss, who cheats, what constants do, the sweep from its command to its files;
+and the matrix that is made of its models."""
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +15,20 @@ import numpy as np
 import pytest
 
 import launch
-from experiments import flags, mask_constants, masking, trained
+from experiments import flags, mask_constants, masking, matrix, report_matrix, trained
 from experiments.grid import Run
 from experiments.honest import asked, honest, prefixes, seen
 from experiments.loop import device_hyper
 from tests import reference
-from tests.quick import jit
+from tests.quick import QUICK, jit
 from transformer_jax import train
 from transformer_jax.batch import Batch
 from transformer_jax.config import Config, Hyper
 from transformer_jax.data import make_task, resolve
+from transformer_jax.dependencies import measured
 from transformer_jax.encoder_decoder import Transformer, init_transformer
 
+ROOT = Path(__file__).resolve().parent.parent
 B, T, V = 2, 7, 11
 SMALL = Config(vocab_size=V, d_model=6, num_heads=1, num_layers=2, d_ff=7, seq_len=T, block_size=2)
 HYPER = Hyper(window=3, prefix=4)
@@ -134,8 +140,11 @@ def test_without_a_mask_the_loss_falls_below_what_can_be_known() -> None:
     ("mask", "pairs"),
     [("causal", 0), ("window", 0), ("block_sparse", 0), ("none", 21), ("inverted", 21), ("prefix", 6)],
 )
-def test_leaks_are_the_pairs_above_the_diagonal_that_a_mask_shows(mask: str, pairs: int) -> None:
+def test_leaks_are_the_pairs_above_the_diagonal_that_a_mask_shows(
+    mask: str, pairs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """T (T-1) / 2 = 21 of them; in a prefix of 4, 6."""
+    monkeypatch.setattr(masking, "_measured", jit(measured, static_argnums=1))
     config = SMALL.replace(task="markov", mask=mask, num_layers=1, d_model=4)
     slopes, row = masking.leak(trained.Model(config, HYPER, parameters(config), 0))
     assert row["pairs"] == pairs and row["of"] == 21
@@ -248,12 +257,18 @@ def test_a_mistake_is_one_line(
     assert not list(tmp_path.iterdir())
 
 
+ARMS = "mask=causal,none;learning_rate=3e-2"
+
+
 @pytest.fixture(scope="module")
 def answered(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("masking") / "run"
     sizes = ["d_model=8", "num_heads=1", "num_layers=1", "seq_len=8", "batch_size=2", "steps=40", "vocab_size=5"]
-    line = ["--experiment=masking", "--task=markov", "--seeds=2", *(f"--{size}" for size in sizes)]
-    assert launch.main(["launch.py", *line, "--sweep=mask=causal,none;learning_rate=3e-2", f"--workdir={folder}"]) == 0
+    line = [*sizes, "experiment=masking", "task=markov", "seeds=2", f"workdir={folder}", f"sweep={ARMS}"]
+    quick = "" if "xla_cpu_use_fusion_emitters" not in QUICK else " --xla_cpu_use_fusion_emitters=false"
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": os.environ["XLA_FLAGS"] + quick}
+    command = [sys.executable, "launch.py", *(f"--{part}" for part in line)]
+    subprocess.run(command, cwd=ROOT, env=env, check=True, stdout=subprocess.DEVNULL)
     return folder
 
 
@@ -317,3 +332,65 @@ def test_gaps_leave_diverged_seeds_out() -> None:
     metrics = {"report_honest_loss": {"per_seed": [2.0, None]}, "report_seen_loss": {"per_seed": [0.5, 1.0]}}
     row = masking.gap({"name": "x", "metrics": metrics})
     assert row["per_seed"] == [1.5, None] and row["mean"] == 1.5
+
+
+# --- the matrix ------------------------------------------------------------------------
+
+
+def test_matrix_measures_what_the_sweep_did_and_what_it_did_not(
+    answered: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = matrix.rows_of(str(answered))
+    assert [row.name for row in rows] == ["causal", "no mask"] and [len(row.params) for row in rows] == [2, 2]
+    columns = matrix.settings_of(rows)
+    names = [setting.name for setting in columns]
+    # Nothing is wider than a row of 8.
+    assert "mask window 4" in names and "mask window 16" not in names and "rope_base 100000" in names
+    asked_for = ("as trained", "attention_temperature 2", "dk_exponent 0.5", "mask causal", "mask none")
+    few = [columns[names.index(name)] for name in asked_for]
+    found = matrix.build(rows, few, matrix.losses(rows, few), "there")
+    stored = json.loads((answered / "results.json").read_text())
+    for arm, of in zip(found["arms"], stored["arms"], strict=True):
+        own = np.array(of["metrics"]["report_loss"]["per_seed"])
+        trained_with = {"causal": "mask causal", "no mask": "mask none"}[arm["name"]]
+        for name in ("as trained", "dk_exponent 0.5", trained_with):
+            np.testing.assert_allclose(arm["metrics"][name]["per_seed"], own, rtol=0, atol=1e-6)
+        other = next(name for name in ("mask causal", "mask none") if name != trained_with)
+        changed = arm["metrics"][other]
+        np.testing.assert_allclose(changed["difference"]["per_seed"], changed["per_seed"] - own, atol=1e-6)
+        assert min(np.abs(changed["difference"]["per_seed"])) > 1e-3
+    # One of the numbers, by the model itself: numpy, batch by batch.
+    row, task = rows[0], make_task(rows[0].config)
+    warm, nats, count = dataclasses.replace(row.hyper, attention_temperature=2.0), 0.0, 0.0
+    for i in range(task.eval_batches["report"]):
+        data = task.eval_batch(task.data, "report", i)
+        logits = reference.transformer(row.params[1], row.config, warm, data)
+        picked = np.take_along_axis(logits, np.asarray(data.targets_BT)[..., None], -1)[..., 0]
+        nats += float(np.sum(np.log(np.sum(np.exp(logits), -1)) - picked))
+        count += picked.size
+    assert found["arms"][0]["metrics"]["attention_temperature 2"]["per_seed"][1] == pytest.approx(
+        nats / count, abs=1e-5
+    )
+    folder = tmp_path / "matrix"
+    folder.mkdir()
+    report_matrix.write(folder, found)
+    report_matrix.show(found, folder)
+    assert (folder / "matrix.png").stat().st_size > 1000
+    own = report_matrix.fixed(stored["arms"][0]["metrics"]["report_loss"]["mean"], 3)
+    for text in ((folder / "report.html").read_text(), capsys.readouterr().out):
+        assert all(part in text for part in ("no mask", "attention temperature 2", own, "+0.000"))
+
+
+def test_matrix_says_what_it_cannot_restore(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"identity": {"experiment": "masking"}}')
+    there = f"--restore={tmp_path}"
+    for line, words in (
+        ([], "--restore=WORKDIR"),
+        (["--restore=nowhere"], "no config.json there"),
+        ([there], "holds no finished sweep"),
+        ([there, "--window=3"], "--window has no effect"),
+    ):
+        assert launch.main(["launch.py", "--experiment=matrix", f"--workdir={tmp_path / 'w'}", *line]) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and words in said
+    assert not (tmp_path / "w").exists()
