@@ -218,20 +218,14 @@ def _heat(found: dict[str, Any]) -> Section:
 
 
 def _constants(found: Sequence[dict[str, Any]]) -> list[Section]:
-    cells = {
-        (row["constant"], row["score_dtype"], row["case"], row["placement"]): mask_constants.Found(**row).words
-        for row in found
-    }
-    kinds = list(dict.fromkeys((constant, dtype) for constant, dtype, _, _ in cells))
-    kinds.sort(key=lambda kind: mask_constants.CONSTANTS.index(kind[0]))
+    tried = [mask_constants.Found(**row) for row in found]
+    cells = {(row.constant, row.score_dtype, row.case, row.placement): row.words for row in tried}
+    kinds = sorted({(row.constant, row.score_dtype): None for row in tried}, key=_order)
 
     def table(placement: str) -> list[list[str]]:
         return [
-            [
-                CONSTANTS.get(constant, constant),
-                dtype,
-                *(cells[constant, dtype, case, placement] for case in mask_constants.CASES),
-            ]
+            [CONSTANTS.get(constant, constant), dtype]
+            + [cells[constant, dtype, case, placement] for case in mask_constants.CASES]
             for constant, dtype in kinds
         ]
 
@@ -257,6 +251,11 @@ def _constants(found: Sequence[dict[str, Any]]) -> list[Section]:
             other,
         ),
     ]
+
+
+def _order(kind: tuple[str, str]) -> int:
+    """Rows stand by constant; the types of each as they were tried."""
+    return mask_constants.CONSTANTS.index(kind[0])
 
 
 def _training(found: dict[str, Any]) -> Section:
