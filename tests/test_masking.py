@@ -226,6 +226,7 @@ def test_each_arm_is_compared_with_the_causal_one_of_its_settings() -> None:
     names = [arm.name for arm in default.arms]
     # A window of the whole row is the causal mask: a control, not a comparison.
     assert set(names) - {a for a, _ in default.comparisons} == {"causal", "window 64"}
+    assert ask("--sweep=mask=causal,window").comparisons == (("window 4", "causal"), ("window 16", "causal"))
     crossed = ask("--sweep=mask=causal,window;window=2,3;num_layers=1,2")
     assert crossed.comparisons == tuple(
         (f"window {w}, num_layers={n}", f"causal, num_layers={n}") for n in (1, 2) for w in (2, 3)
