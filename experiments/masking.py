@@ -12,15 +12,17 @@ is judged at the rate at which it generalises best. Beside it stand the loss tha
 under teacher forcing, the derivatives of outputs by later inputs, and the constants by which
 others hide scores (mask_constants.py).
 
-Expected, with six seeds: without a mask and with the inverted one the loss under the mask is 0.05 and
-0.04 nats, the honest one 4.04 and 3.35 (causal: 1.779 in both); all 2,016 pairs of a later input leak.
-Both worsen as they learn to cheat, so that their best rate is the least tried. The prefix looks ahead in
-120 pairs, shows 1.46, and is worth 2.00. Causal masks have a gap of 0 and no leak. A window of 4 ends 0.045 below
-causal: after 300 steps, near bytes are all that is used. A window of 64, the whole row, is
-causal to the last bit. Of the constants, -inf gives NaN in a row that sees nothing, and in training
-from its first update on; -1e9 does so in float16 scores; the minimum where two masks hide the same row;
--1e4 loses to an allowed score of -20000; the finite ones give a row that sees nothing the mean of all
-values. A row that sees a key is the same with any of them.
+Expected, with six seeds: without a mask and with the inverted one the loss under the mask is 0.05
+and 0.04 nats, the honest one 4.04 and 3.35 (causal: 1.779 both ways); all 2,016 pairs of an output
+and a later input leak. The more they learn to cheat, the less they are worth, so that their best
+rate is the least tried. The prefix looks ahead in 120 pairs, shows 1.46, and is worth 2.00. Causal
+masks have a gap of 0 and no leak. A window of 4 ends 0.045 below causal: 300 steps are too few to use
+more than the nearest bytes. A window of 64, the whole row, is causal to the last bit.
+
+Of the constants, -inf gives NaN in a row that sees nothing, and in training from the first update on;
+so does -1e9 in float16 scores; the minimum where two masks hide the same row. The finite ones give
+such a row the mean of all values, or in float32, with -1e4, what it would attend to unmasked. An
+allowed score of -20000 loses to -1e4. Any other row that sees a key is the same with all of them.
 """
 
 import dataclasses
