@@ -40,7 +40,7 @@ def two_dots(
                 style = {"color": plots.colour(i), "marker": "o", "markersize": size, "markerfacecolor": face}
                 axes.errorbar([found["mean"]], [i], xerr=ends, linestyle="", **style)
         axes.set_yticks(range(len(names)), names)
-        axes.invert_yaxis()
+        axes.set_ylim(len(names) - 0.4, -0.6)
         axes.set_xlim(left=min(0.0, axes.get_xlim()[0]))
         axes.set_xlabel(x_label)
         grey = {"color": "#444444", "marker": "o", "linestyle": ""}
