@@ -4,6 +4,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from experiments.flags import Settings
@@ -19,6 +20,8 @@ FLAGS = ("seeds", "workdir", "minutes", "checkpoint_every", "overwrite", "plan",
 MAX_SEEDS = 1000
 
 Sections = Callable[[Outcome, dict[str, Any]], list[Section]]
+# What is measured once, on the trained models of a finished sweep: (outcome, results, workdir) -> more of results.json.
+Afterwards = Callable[[Outcome, dict[str, Any], Path], dict[str, Any]]
 
 
 def no_sections(outcome: Outcome, results: dict[str, Any]) -> list[Section]:
@@ -26,7 +29,18 @@ def no_sections(outcome: Outcome, results: dict[str, Any]) -> list[Section]:
     return []
 
 
-def run(settings: Settings, question: Question, default_seeds: int, sections: Sections = no_sections) -> int:
+def nothing_more(outcome: Outcome, results: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """For a question whose models need no look after training."""
+    return {}
+
+
+def run(
+    settings: Settings,
+    question: Question,
+    default_seeds: int,
+    sections: Sections = no_sections,
+    afterwards: Afterwards = nothing_more,
+) -> int:
     """Ask `question` as `settings` say; the exit code. A finished run reprints its result."""
     from transformer_jax import sharding
 
@@ -47,10 +61,12 @@ def run(settings: Settings, question: Question, default_seeds: int, sections: Se
         overwrite=settings.overwrite,
         grows=_growth(question, seeds),
     )
-    return _answer(settings, question, seeds, workdir, sections)
+    return _answer(settings, question, seeds, workdir, sections, afterwards)
 
 
-def _answer(settings: Settings, question: Question, seeds: int, workdir: Workdir, sections: Sections) -> int:
+def _answer(
+    settings: Settings, question: Question, seeds: int, workdir: Workdir, sections: Sections, afterwards: Afterwards
+) -> int:
     from experiments.terminal import print_results
 
     blocks = _blocks(workdir, seeds)
@@ -70,6 +86,7 @@ def _answer(settings: Settings, question: Question, seeds: int, workdir: Workdir
     from experiments import report, results
 
     found = results.build(outcome)
+    found |= afterwards(outcome, found, workdir.path)
     rows = "".join(json.dumps(row) + "\n" for row in results.metrics_rows(outcome))
     write_text(workdir.path / "metrics.jsonl", rows)
     report.write(workdir.path, outcome, found, sections(outcome, found))

@@ -86,24 +86,24 @@ def _legend_height(names: Sequence[str]) -> float:
     return 0.19 * (math.ceil(len(names) / columns) * max(name.count("\n") + 1 for name in wrapped) + 0.5)
 
 
-def _legend(figure: Any, handles: Sequence[Any], names: Sequence[str], where: str = "lower center") -> None:
+def legend(figure: Any, handles: Sequence[Any], names: Sequence[str], where: str = "lower center") -> None:
     """A legend outside the axes, in reading order. Names are shown as they are: no formulas, no hidden underscores."""
     wrapped, columns = _key(names)
     # matplotlib fills column by column: hand it the entries in the order that reads row by row.
     order = [i for column in range(columns) for i in range(column, len(names), columns)]
     style = {"ncols": columns, "handlelength": 2.4, "borderaxespad": 0.1, "labelcolor": "#222222"}
-    legend = figure.legend([handles[i] for i in order], ["x"] * len(names), loc=f"outside {where}", **style)
-    for text, i in zip(legend.get_texts(), order, strict=True):
+    made = figure.legend([handles[i] for i in order], ["x"] * len(names), loc=f"outside {where}", **style)
+    for text, i in zip(made.get_texts(), order, strict=True):
         text.set_parse_math(False)
         text.set_text(wrapped[i])
 
 
 def _arm_legend(figure: Any, names: Sequence[str]) -> None:
     """Each arm's colour and marker, below."""
-    _legend(figure, [_line(color=colour(i), marker=marker(i), markersize=4) for i in range(len(names))], names)
+    legend(figure, [line(color=colour(i), marker=marker(i), markersize=4) for i in range(len(names))], names)
 
 
-def _line(**style: Any) -> Any:
+def line(**style: Any) -> Any:
     """A legend entry."""
     from matplotlib.lines import Line2D
 
@@ -158,8 +158,8 @@ def lines(
         axes.set_ylabel(y_label, parse_math=False)
         if layer_names:
             dashes = [DASHES[i % len(DASHES)] for i in range(len(layers))]
-            handles = [_line(color="#444444", linestyle=dash) for dash in dashes]
-            _legend(figure, handles, layer_names, "upper right")
+            handles = [line(color="#444444", linestyle=dash) for dash in dashes]
+            legend(figure, handles, layer_names, "upper right")
         if len(arms) > 1:
             _arm_legend(figure, arms)
 
@@ -243,12 +243,12 @@ def loss_curves(path: Path, outcome: Any, results: Mapping[str, Any]) -> None:
         late.set_title(f"enlarged: from step {half} on", fontsize=9, color="#444444", loc="left")
         late.set_xlabel("step")
         kinds = {
-            "validation, 95% interval": _line(color="#444444", marker="o", markersize=3.2),
-            "training, smoothed": _line(color="#444444", linewidth=0.7, alpha=0.6),
+            "validation, 95% interval": line(color="#444444", marker="o", markersize=3.2),
+            "training, smoothed": line(color="#444444", linewidth=0.7, alpha=0.6),
         }
         if not all(np.isfinite(curve["loss"]).all() for curve in curves):
-            kinds["a seed diverges"] = _line(color="#444444", marker="x", markersize=6, linestyle="")
-        _legend(figure, list(kinds.values()), list(kinds), "upper right")
+            kinds["a seed diverges"] = line(color="#444444", marker="x", markersize=6, linestyle="")
+        legend(figure, list(kinds.values()), list(kinds), "upper right")
         _arm_legend(figure, names)
 
 
@@ -303,7 +303,7 @@ def learning_rates(path: Path, results: Mapping[str, Any]) -> None:
         axes.set_xlim(min(rates) / spread**1.6, max(rates) * spread**1.6)
         axes.set_xlabel("learning rate")
         axes.set_ylabel(f"final {results['metric_label']}, {results['unit']}", parse_math=False)
-        ring = _line(color="#444444", marker="o", markersize=9, markerfacecolor="none", linestyle="")
-        cross = _line(color="black", marker="x", markersize=6, linestyle="")
-        _legend(figure, [ring, cross][: len(kinds)], kinds, "upper right")
+        ring = line(color="#444444", marker="o", markersize=9, markerfacecolor="none", linestyle="")
+        cross = line(color="black", marker="x", markersize=6, linestyle="")
+        legend(figure, [ring, cross][: len(kinds)], kinds, "upper right")
         _arm_legend(figure, names)

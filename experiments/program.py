@@ -7,7 +7,8 @@ the step numbers traced, so that a group compiles once whatever the chunks are.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -24,6 +25,8 @@ from transformer_jax.train import TrainState, batch_key, eval_step, init_state, 
 
 # What a question measures on a run between chunks: (config, hyper, params, batch) -> arrays.
 Observe = Callable[[Config, Hyper, Any, Batch], dict[str, jax.Array]]
+# Another loss of an evaluation batch: (config, params, hyper, batch, the batch's index) -> sums over its tokens.
+Loss = Callable[[Config, Any, Hyper, Batch, jax.Array], Sums]
 
 RECORDED = ("loss", "grad_norm")  # of each training step
 
@@ -93,11 +96,13 @@ def measure(
     final: jax.Array,
     quick: int,
     data: Any,
+    losses: Mapping[str, Loss],
 ) -> dict[str, jax.Array]:
     """What the question observes, and on both splits loss, accuracy and curve.
 
     curve: the loss on about `quick` batches spread over the split, the same ones each time,
     so that it can be drawn over steps. loss, accuracy: on all batches if `final`, else on those.
+    losses: name -> another loss, whose numbers are SPLIT_NAME_loss and so on.
     """
     out = dict(observe(config, hyper, state.params, task.eval_batch(data, "selection", jnp.zeros((), jnp.int32))))
     # One loop over the batches of both splits: the forward pass is compiled once.
@@ -106,21 +111,28 @@ def measure(
     stride = jnp.where(final, 1, sparse)
     counts = -(-totals // stride)
 
-    def add(i: jax.Array, carry: tuple[Sums, Sums]) -> tuple[Sums, Sums]:
+    def plain(config: Config, params: Any, hyper: Hyper, batch: Batch, index: jax.Array) -> Sums:
+        return eval_step(config, params, hyper, batch)
+
+    asked: dict[str, Loss] = {"": plain} | {f"{name}_": loss for name, loss in losses.items()}
+
+    def add(i: jax.Array, carry: tuple[dict[str, Sums], dict[str, Sums]]) -> tuple[dict[str, Sums], dict[str, Sums]]:
         which = (i >= counts[0]).astype(jnp.int32)
         index = (i - which * counts[0]) * stride[which]
         branches = [lambda j, s=split: task.eval_batch(data, s, j) for split in splits]
-        sums = eval_step(config, state.params, hyper, jax.lax.switch(which, branches, index))
+        batch = jax.lax.switch(which, branches, index)
+        sums = {name: loss(config, state.params, hyper, batch, index) for name, loss in asked.items()}
         on_curve = (index % sparse[which] == 0).astype(jnp.float32)
         every, curve = carry
         every = jax.tree.map(lambda total, x: total.at[which].add(x), every, sums)
         return every, jax.tree.map(lambda total, x: total.at[which].add(on_curve * x), curve, sums)
 
-    zero = jax.tree.map(lambda x: jnp.zeros((len(splits),)), Sums.zero())
+    zero = {name: jax.tree.map(lambda x: jnp.zeros((len(splits),)), Sums.zero()) for name in asked}
     every, curve = jax.lax.fori_loop(0, counts[0] + counts[1], add, (zero, zero))
     for i, split in enumerate(splits):
-        out[f"{split}_loss"], out[f"{split}_accuracy"] = every.loss[i], every.accuracy[i]
-        out[f"{split}_curve"] = curve.loss[i]
+        for name in asked:
+            out[f"{split}_{name}loss"], out[f"{split}_{name}accuracy"] = every[name].loss[i], every[name].accuracy[i]
+            out[f"{split}_{name}curve"] = curve[name].loss[i]
     return out
 
 
@@ -133,12 +145,14 @@ def build(
     devices: int = 0,
     one_by_one: bool | None = None,
     mesh: Any = None,
+    losses: Mapping[str, Loss] = MappingProxyType({}),
 ) -> Program:
     """The program of a group; it compiles at its first call, once for a number of runs.
 
     chunk: most steps of a call. quick: about how many evaluation batches of a split
     make its curve. devices, one_by_one: how the runs are laid out (see sharding.over_runs); the numbers do not change.
-    mesh: of one axis, sharding.RUNS, in the place of this machine's devices.
+    mesh: of one axis, sharding.RUNS, in the place of this machine's devices. losses: measured beside the loss
+    (see `measure`).
     """
     mesh = sharding.runs_mesh(devices) if mesh is None else mesh
 
@@ -150,7 +164,7 @@ def build(
 
         state = dataclasses.replace(jax.lax.cond(start == 0, fresh, lambda: state), key=key)
         state, record = take_steps(config, task, state, hyper, stop, chunk, data)
-        measured = measure(config, task, observe, state, hyper, final, quick, data)
+        measured = measure(config, task, observe, state, hyper, final, quick, data, losses)
         return keyless(state), (record, measured)
 
     def empty(hyper: Hyper, key: jax.Array) -> Any:

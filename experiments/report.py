@@ -103,25 +103,28 @@ def certificate(found: Mapping[str, Any]) -> str:
 
 def write(folder: Path, outcome: "Outcome", results: Mapping[str, Any], sections: Sequence[Section]) -> Path:
     """Draw every picture into `folder`, and write report.html, which holds copies of them; returns its path."""
-    import jinja2
-
     plots.loss_curves(folder / "loss_curves.png", outcome, results)
     plots.learning_rates(folder / "learning_rates.png", results)
     for section in sections:
         if section.figure:
             name, draw = section.figure
             draw(folder / name)
+    page = environment().get_template("report.html").render(context(folder, results, sections))
+    return write_text(folder / "report.html", page)
+
+
+def environment() -> Any:
+    """Where the templates are, and how they are filled in."""
+    import jinja2
+
     loader = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
-    environment = jinja2.Environment(
+    return jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    page = environment.get_template("report.html").render(context(folder, results, sections))
-    return write_text(folder / "report.html", page)
 
 
 def context(folder: Path, results: Mapping[str, Any], sections: Sequence[Section]) -> dict[str, Any]:
     """What the template shows, as text; the pictures must be in `folder`."""
-    held = read_json(folder / "config.json") or {}
     names = [arm["name"] for arm in results["arms"]]
     alike, unlike = fields(results["arms"])
     return {
@@ -138,9 +141,14 @@ def context(folder: Path, results: Mapping[str, Any], sections: Sequence[Section
         "alike": alike,
         "unlike": unlike,
         "rates": [f"{row['learning_rate']:g}" for row in results["arms"][0]["learning_rates"]],
-        "command": _command(held.get("command", "")),
-        "versions": _versions(held),
+        **context_of_run(folder),
     }
+
+
+def context_of_run(folder: Path) -> dict[str, Any]:
+    """The command and the versions that a folder's config.json records."""
+    held = read_json(folder / "config.json") or {}
+    return {"command": _command(held.get("command", "")), "versions": _versions(held)}
 
 
 def image(path: Path) -> str:

@@ -8,16 +8,24 @@ from typing import Any
 import numpy as np
 
 from experiments import stats
-from experiments.sweep import Outcome, RunResult
+from experiments.sweep import Outcome, Question, RunResult
 from transformer_jax.config import to_dict
 
 SCALARS = ("report_loss", "selection_loss", "report_accuracy")
+# Of each further loss that a question asks for, by its name.
+FURTHER = "report_{}_loss"
 LABELS = {
     "report_loss": "validation loss",
     "selection_loss": "loss on the selection split",
     "report_accuracy": "next-token accuracy",
     "train_loss": "training loss, last tenth",
+    "report_honest_loss": "honest loss",
 }
+
+
+def scalars(question: Question) -> tuple[str, ...]:
+    """The names of a run's final numbers."""
+    return SCALARS + tuple(FURTHER.format(name) for name in question.losses)
 
 
 def summarise(values: Sequence[float | None]) -> dict[str, Any]:
@@ -46,7 +54,7 @@ def arm_result(outcome: Outcome, i: int) -> dict[str, Any]:
     selection = {rate: [run.final(question.selection) for run in of] for rate, of in runs.items()}
     best = stats.best_setting(selection)
     chosen = runs[best.value]
-    metrics = {name: summarise([run.final(name) for run in chosen]) for name in SCALARS}
+    metrics = {name: summarise([run.final(name) for run in chosen]) for name in scalars(question)}
     metrics["train_loss"] = summarise([train_loss(run) for run in chosen])
     return {
         "name": arm.name,
@@ -182,16 +190,16 @@ def metrics_rows(outcome: Outcome, every: int = 10) -> list[dict[str, Any]]:
             loss, norm = number(result.loss[step]), number(result.grad_norm[step])
             rows.append({"step": step, "loss": loss, "grad_norm": norm, **label})
         for m, mark in enumerate(result.marks):
-            at = {name: number(result.measured[name][m]) for name in SCALARS}
+            at = {name: number(result.measured[name][m]) for name in scalars(outcome.question)}
             rows.append({"step": mark, "loss": None, **at, **label})
     return rows
 
 
 def mean_curves(outcome: Outcome, i: int, rate: float) -> dict[str, np.ndarray]:
-    """For plots: the loss on the same validation batches at each mark; mean, low, high over finite seeds."""
+    """For plots: the primary loss on the same validation batches at each mark; mean, low, high over finite seeds."""
     runs = outcome.of(i, rate)
     marks = np.asarray(runs[0].marks)
-    values = np.stack([run.measured["report_curve"] for run in runs])
+    values = np.stack([run.measured[outcome.question.primary.replace("_loss", "_curve")] for run in runs])
     bands = [stats.mean_interval([number(x) for x in values[:, m]]) for m in range(len(marks))]
     table = np.array([[np.nan if x is None else x for x in band] for band in bands])
     loss = np.stack([run.loss for run in runs])

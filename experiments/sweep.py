@@ -26,7 +26,8 @@ CERTIFIED_STEPS = 100
 class Question:
     """What a sweep asks. Arms are compared on `primary` (lower is better), each at its own best rate.
 
-    comparisons: at most six pairs of arm names, fixed before the run.
+    comparisons: at most six pairs of arm names, fixed before the run. losses: name -> what is
+    measured on both splits beside the loss, and may be `primary`.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Question:
     learning_rates: tuple[float, ...]
     comparisons: tuple[tuple[str, str], ...]
     observe: programs.Observe = programs.nothing_observed
+    losses: Mapping[str, programs.Loss] = dataclasses.field(default_factory=dict)
     primary: str = "report_loss"
     selection: str = "selection_loss"
 
@@ -147,7 +149,7 @@ class _GroupJob:
         self.question, self.group, self.folder, self.chunk = question, group, folder, chunk
         self.notes: list[str] = []
         self.task: Task = make_task(group.config)
-        self.program = programs.build(group.config, self.task, question.observe, chunk)
+        self.program = programs.build(group.config, self.task, question.observe, chunk, losses=question.losses)
         mesh = self.program.mesh
         # The last run is repeated to fill the devices; the copies are dropped at the end.
         runs = list(group.runs) + [group.runs[-1]] * (-len(group.runs) % mesh.size)
@@ -254,6 +256,9 @@ class _GroupJob:
             "runs": [dataclasses.asdict(run) for run in self.group.runs],
             "hypers": [to_dict(hyper_of(self.question.arms, run)) for run in self.group.runs],
             "data": self.task.sha256,
+            # With these a reader needs no program to know what was saved (see trained.py).
+            "copies": self.R,
+            "record": {name: [list(x.shape), str(x.dtype)] for name, x in self.now.record.items()},
         }
         saver.save(self.now.step, {"states": self.now.states, "record": self.now.record}, meta)
 

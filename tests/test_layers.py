@@ -14,7 +14,7 @@ from transformer_jax.batch import Batch
 from transformer_jax.config import Config, Hyper, with_terms
 from transformer_jax.encoder_decoder import Transformer, forward, hidden, init_transformer
 from transformer_jax.errors import ConfigError
-from transformer_jax.layers import implementation_for, position_bias
+from transformer_jax.layers import apply_stack, implementation_for, position_bias
 from transformer_jax.train import gradients, init_state, token_sums, train_step
 
 B, T, S, V = 3, 7, 5, 11
@@ -47,6 +47,24 @@ def batch(config: Config, **changes: Any) -> Batch:
 def logits(config: Config, data: Batch, hyper: Hyper = HYPER, params: Transformer | None = None) -> jax.Array:
     run = jit(forward, static_argnums=1)
     return run(params or parameters(config), config, hyper, data)[0]
+
+
+@pytest.mark.parametrize("positions", ["none", "alibi"])
+def test_a_bias_stands_beside_that_of_the_positions(positions: str) -> None:
+    """Infinities above the diagonal are the causal mask, whatever else is added."""
+    config = small(positions=positions)
+    stack, x = parameters(config).decoder, jax.random.normal(jax.random.key(4), (B, T, config.D))
+    assert stack is not None
+    bias = relative.dense(jnp.where(jnp.tri(T, dtype=bool), 0.0, -jnp.inf))
+
+    def out(mask: masks.Mask, bias: relative.Bias | None) -> jax.Array:
+        positions_BT = jnp.arange(T)[None]
+        run = jit(
+            lambda stack: apply_stack(stack, x, config, HYPER, mask=mask, positions_BT=positions_BT, bias=bias)[0]
+        )
+        return run(stack)
+
+    np.testing.assert_allclose(out(masks.full(), bias), out(masks.causal(), None), atol=1e-5)
 
 
 @pytest.mark.parametrize("positions", ["alibi", "t5"])

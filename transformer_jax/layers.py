@@ -280,6 +280,7 @@ def apply_stack(
     held: Held | None = None,
     slots_BT: jax.Array | None = None,
     real_BT: jax.Array | None = None,
+    bias: relative.Bias | None = None,
     key: jax.Array | None = None,
     probe: Probe | None = None,
     trace: bool = False,
@@ -291,10 +292,12 @@ def apply_stack(
     lengths_B: real tokens of a row, which alone are sent to experts (None: all); real_BT: which, instead.
     held: earlier keys and values, with a leading L; x's own are written to slots_BT, and the mask is
     of all S slots. The traces have what was added; `held` is as it was.
+    bias: added to the scores of every self-attention, beside that of the positions.
     probe: zeros with a leading L (see attention.Probe). key: for dropout, folded by layer.
     """
     turn = rope.from_config(positions_BT, config, hyper) if config.positions == "rope" else None
-    bias = position_bias(stack, config, mask)
+    of_positions = position_bias(stack, config, mask)
+    bias = of_positions if bias is None else bias if of_positions is None else bias + of_positions
     if lengths_B is not None:
         real_BT = jnp.arange(x_BTD.shape[1])[None] < lengths_B[:, None]
     L = jax.tree.leaves(stack.layers)[0].shape[0]
