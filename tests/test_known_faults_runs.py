@@ -1,0 +1,159 @@
+"""Faults that others met in randomness, accumulation, checkpoints and resume, by their numbers."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.program import run_key
+from tests.quick import jit
+from tests.test_sharding import T, make, rows, small
+from transformer_jax import checkpoint, sharding
+from transformer_jax.batch import Batch
+from transformer_jax.config import Config, Hyper, with_terms
+from transformer_jax.data import make_task, resolve
+from transformer_jax.encoder_decoder import hidden, init_transformer
+from transformer_jax.saver import Saver
+from transformer_jax.train import TrainState, batch_key, gradients, init_state, train_step
+
+SAMPLE = Path(__file__).parent / "fixtures" / "checkpoint"
+DROPS = Hyper(dropout_rate=0.5, attention_dropout_rate=0.3, activation_dropout_rate=0.2)
+
+
+@pytest.mark.parametrize("unroll", [1, 4])
+def test_e1_each_layer_of_a_scan_drops_others(unroll: int) -> None:
+    """Layer l adds 4^l to every coordinate that its dropout keeps: the sum's digits are the layers' masks."""
+    hyper = Hyper(dropout_rate=0.5)
+    config = Config(
+        vocab_size=5, d_model=64, num_layers=4, num_heads=2, d_ff=8, seq_len=7, positions="none",
+        norm_placement="none", attention_bias=True, scan_unroll=unroll,
+    )  # fmt: skip
+    config = with_terms(config, [hyper])
+    params = jax.tree.map(jnp.zeros_like, init_transformer(jax.random.key(0), config))
+    assert params.decoder is not None
+    layers = params.decoder.layers
+    attention = dataclasses.replace(
+        layers.attention, bo_D=jnp.broadcast_to(4.0 ** jnp.arange(4)[:, None], layers.attention.bo_D.shape)
+    )
+    params = dataclasses.replace(
+        params, decoder=dataclasses.replace(params.decoder, layers=dataclasses.replace(layers, attention=attention))
+    )
+    tokens = jnp.zeros((3, 7), jnp.int32)
+    batch = Batch(tokens, tokens, jnp.ones((3, 7)))
+    x = np.asarray(jit(lambda p: hidden(p, config, hyper, batch, jax.random.key(1))[0])(params), np.int64) // 2
+    masks = [(x // 4**layer) % 4 for layer in range(4)]
+    for i, mask in enumerate(masks):
+        assert set(np.unique(mask)) == {0, 1}
+        assert abs(mask.mean() - 0.5) < 5 * 0.5 / mask.size**0.5
+        for other in masks[:i]:
+            assert abs((mask != other).mean() - 0.5) < 5 * 0.5 / mask.size**0.5
+
+
+@pytest.mark.parametrize("mesh", ["data:2", "fsdp:4", "model:4", "data:2,fsdp:4", "data:2,fsdp:2,model:2"])
+def test_e4_initial_values_do_not_depend_on_the_mesh(mesh: str) -> None:
+    config = small(num_kv_heads=2)
+    shapes = jax.eval_shape(lambda: init_transformer(jax.random.key(3), config))
+    one, spread = (
+        jax.jit(lambda: init_transformer(jax.random.key(3), config), out_shardings=places)()
+        for places in (None, sharding.shardings(shapes, make(mesh)))
+    )
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(spread), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.parametrize("mesh", [None, "data:2,fsdp:2,model:2"])
+def test_e5_what_is_computed_again_draws_the_same_dropout(mesh: str | None) -> None:
+    laid = None if mesh is None else make(mesh)
+    found = []
+    for remat in (False, True):
+        config = small(DROPS, remat=remat)
+        batch, state = rows(config), jit(lambda c=config: init_transformer(jax.random.key(3), c))()
+        constrain = sharding.constrain(laid)
+        of = jit(lambda p, b, c=config, k=constrain: gradients(p, c, DROPS, b, jax.random.key(1), k)[0])
+        if laid is not None:
+            state = jax.device_put(state, sharding.shardings(state, laid))
+            batch = sharding.place_rows(batch, laid)
+        found.append(jax.block_until_ready(of(state, batch)))
+    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-6)
+    assert max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(found[0])) > 1e-2
+
+
+def test_h10_the_batch_is_the_batch_on_any_devices_in_any_parts() -> None:
+    """32 rows whole, in 4 parts, and over 2 and 8 devices: the same five losses."""
+
+    def losses(mesh: str | None, parts: int) -> list[float]:
+        config, hyper = small(batch_size=32, accumulation=parts), Hyper(learning_rate=0.01, adam_epsilon=1e-3)
+        laid = None if mesh is None else make(mesh)
+        constrain = sharding.constrain(laid)
+        step = jit(lambda s, b: train_step(config, s, hyper, b, constrain))
+        state = jit(lambda: init_state(config, hyper, jax.random.key(3)))()
+        if laid is not None:
+            state = jax.device_put(state, sharding.shardings(state, laid))
+        seen = []
+        for seed in range(5):
+            tokens = np.random.default_rng(seed).integers(0, config.V, (32, T)).astype(np.int32)
+            weights = (np.arange(T)[None] <= np.arange(32)[:, None] % T).astype(np.float32)  # rows of unlike lengths
+            arrays: Any = (tokens, tokens[:, ::-1].copy(), weights)
+            batch: Any = Batch(*arrays)
+            state, metrics = step(state, batch if laid is None else sharding.place_rows(batch, laid))
+            seen.append(float(metrics["loss"]))
+        return seen
+
+    want = losses(None, 1)
+    for mesh, parts in ((None, 4), ("data:2", 1), ("data:8", 4)):
+        np.testing.assert_allclose(losses(mesh, parts), want, atol=1e-5)
+
+
+# --- checkpoints ---------------------------------------------------------------
+
+
+def sample_state() -> dict[str, Any]:
+    """What tests/fixtures/checkpoint holds; `write_sample` made it."""
+    return {
+        "params": {"w_DF": jnp.arange(6.0).reshape(2, 3), "half_F": jnp.arange(3, dtype="bfloat16")},
+        "step": jnp.int32(7),
+        "key": jax.random.key(5),
+    }
+
+
+def write_sample(folder: Path) -> None:
+    """Called once for a format, by hand: write_sample(SAMPLE)."""
+    with Saver(folder) as saver:
+        saver.save(7, sample_state(), {"config": {"d_model": 2}, "note": "kept to be opened by later releases"})
+
+
+def test_i11_a_checkpoint_of_an_earlier_release_opens(tmp_path: Path) -> None:
+    """From a copy: nothing is ever written beside what is read."""
+    shutil.copytree(SAMPLE, tmp_path / "kept")
+    restored = checkpoint.restore_latest(tmp_path / "kept", jax.eval_shape(sample_state))
+    want = sample_state()
+    assert restored.step == 7 and restored.meta["note"].startswith("kept") and restored.notes == []
+    assert checkpoint.digest(restored.state) == checkpoint.digest(want)
+
+
+def test_i12_batches_go_on_where_they_stopped(tmp_path: Path) -> None:
+    """Ids of the batches of ten steps: five, saved, restored, five more; none twice, none left out."""
+    config = resolve(Config(task="text", seq_len=16, batch_size=4, d_model=8, num_heads=2, num_layers=1))
+    task, hyper = make_task(config), Hyper()
+    draw = jit(lambda state, data: task.train_batch(data, batch_key(state.key, state.step)).tokens_BT)
+
+    def ids(state: TrainState, steps: int) -> tuple[TrainState, list[bytes]]:
+        seen = []
+        for _ in range(steps):
+            seen.append(np.asarray(draw(state, task.data)).tobytes())
+            state = dataclasses.replace(state, step=state.step + 1)
+        return state, seen
+
+    fresh = jit(lambda: init_state(config, hyper, run_key(3)))()
+    _, straight = ids(fresh, 10)
+    middle, first = ids(fresh, 5)
+    with Saver(tmp_path) as saver:
+        saver.save(5, middle, {})
+    restored = checkpoint.restore_latest(tmp_path, jax.eval_shape(lambda: fresh)).state
+    assert first + ids(restored, 5)[1] == straight and len(set(straight)) == 10
