@@ -13,6 +13,7 @@ REGISTRY: dict[str, str] = {
     "evaluate": "loss, perplexity and samples of a trained model (--restore=WORKDIR)",
     "inspect": "what a workdir's checkpoints hold: steps, code, configuration, counts and norms (--restore=WORKDIR)",
     "compile": "the training step compiled for a TPU pod that is not there: does it fit, what do chips exchange",
+    "decoding": "samplers held to the exact distribution over all that a small model can write",
     "sample": "write text with a trained model, as it comes (--restore=WORKDIR --prompt=TEXT)",
     "complexity": "time, FLOPs and bytes of dense, blockwise, banded and linear attention against the length",
     "mesh": "where a mesh puts each array of a model, and what its devices say to each other in a training step",

@@ -2,15 +2,19 @@
 
 import dataclasses
 import functools
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import stats
 
+import launch
+from experiments import decoding
+from experiments.decoding import misfit
 from transformer_jax.config import Config, Hyper
 from transformer_jax.decode import generate
 from transformer_jax.encoder_decoder import Transformer, init_transformer
@@ -62,21 +66,6 @@ def drawn(name: str) -> dict[tuple[int, ...], int]:
         for ids, length in zip(np.asarray(made.ids_BT).tolist(), made.lengths_B.tolist(), strict=True):
             counts[tuple(ids[:length])] = counts.get(tuple(ids[:length]), 0) + 1
     return counts
-
-
-def misfit(counts: dict[tuple[int, ...], int], found: Outcomes) -> float:
-    """p of the chi-square test; sequences that are expected fewer than 5 times are one. 0 for one that cannot be."""
-    if not set(counts) <= set(found.sequences):
-        return 0.0
-    total = sum(counts.values())
-    expected = found.p * total
-    seen = np.array([counts.get(ids, 0) for ids in found.sequences])
-    rare = expected < 5
-    if rare.any():
-        expected, seen = np.r_[expected[~rare], expected[rare].sum()], np.r_[seen[~rare], seen[rare].sum()]
-    if len(seen) == 1:
-        return float(seen[0] == total)
-    return float(stats.chisquare(seen, expected * total / expected.sum()).pvalue)
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -203,3 +192,39 @@ def test_too_many_sequences_are_refused() -> None:
         outcomes(parameters(), CONFIG, HYPER, [], max_new_tokens=2)
     with pytest.raises(ConfigError, match="mask=none"):
         outcomes(parameters(), CONFIG.replace(mask="none"), HYPER, PROMPT, max_new_tokens=2)
+
+
+# --- the lab as an experiment -----------------------------------------------------------
+
+
+def test_the_lab_holds_samplers_to_the_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(decoding, "ROUNDS", 1)
+    monkeypatch.setattr(decoding, "SETTINGS", {name: decoding.SETTINGS[name] for name in ("greedy", "top_p 0.7")})
+    command = ["launch.py", "--experiment=decoding", f"--workdir={tmp_path / 'lab'}"]
+    assert launch.main(command) == 0
+    found = json.loads((tmp_path / "lab" / "results.json").read_text())["settings"]
+    listed = exact("top-p")
+    assert found["greedy"]["entropy"] == 0 and found["greedy"]["sequences"] == 1
+    assert found["top_p 0.7"]["mode"] == list(listed.mode)
+    assert found["top_p 0.7"]["expected_length"] == pytest.approx(listed.expected_length, abs=1e-6)
+    assert f"{listed.entropy:.3f}" in capsys.readouterr().out
+    warm = decoding.drawn(parameters(), CONFIG, SAMPLERS["warm and top-p"], jax.random.key(1))
+    monkeypatch.setattr(decoding, "drawn", lambda *_: warm)
+    assert launch.main(command) == 1
+    assert "NOT as listed: greedy, top_p 0.7" in capsys.readouterr().out
+
+
+def test_distance_by_hand() -> None:
+    found = Outcomes(((0,), (1,)), np.array([0.75, 0.25]))
+    assert decoding.distance({(0,): 3, (1,): 1}, found) == 0
+    assert decoding.distance({(0,): 1, (1,): 3}, found) == pytest.approx(0.5)
+    assert decoding.distance({(2,): 4}, found) == pytest.approx(1)
+
+
+def test_the_lab_s_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag, named in (("--top_k=9", "top_k=9"), ("--top_p=0", "top_p=0"), ("--sample_temperature=-1", "-1")):
+        assert launch.main(["launch.py", "--experiment=decoding", flag]) == 2
+        err = capsys.readouterr().err
+        assert named in err and err.count("\n") == 1

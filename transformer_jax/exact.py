@@ -44,7 +44,7 @@ class Outcomes:
     @property
     def entropy(self) -> float:
         """-sum p ln p, in nats."""
-        return float(-np.sum(self.p * np.log(self.p)))
+        return float(np.sum(self.p * -np.log(self.p)))
 
     @property
     def mode(self) -> tuple[int, ...]:
