@@ -21,6 +21,7 @@ The map, in the direction that imports point:
     exact                     the exact distribution over what a small model writes
     dependencies, meter       what an output depends on; what a function costs
     losses, optim, train      sums over tokens; optax chains; init_state, train_step, run
-    sharding, checkpoint      meshes by shape letter; Orbax with digests
+    topology, sharding        TPU slices that are not there; meshes by shape letter
+    checkpoint, saver         Orbax with digests; which checkpoints stay
     collectives               what a compiled program says between devices
 """
