@@ -71,7 +71,8 @@ def main(argv: Sequence[str]) -> int:
         elif not settings.experiment:
             raise UserError("no --experiment given; --list names them")
         else:
-            processes.join(settings.coordinator, settings.num_processes, settings.process_id)
+            if set(processes.FLAGS) <= set(uses[settings.experiment]):
+                processes.join(settings.coordinator, settings.num_processes, settings.process_id)
             return importlib.import_module(f"experiments.{settings.experiment}").run(settings)
         return 0
     except (UserError, OSError) as error:

@@ -13,6 +13,7 @@ it does not fit or gathers a whole parameter. Expected: llama_1b on v5e:4x4 as a
 """
 
 import dataclasses
+import itertools
 import math
 import time
 from typing import Any
@@ -94,7 +95,7 @@ def compile_step(config: Config, hyper: Hyper, mesh: Any) -> Compiled:
         cost.products,
         seconds,
         found,
-        gathered_whole(shapes.params, found),
+        gathered_whole(shapes.params, mesh, found),
     )
 
 
@@ -124,18 +125,22 @@ def _bytes(compiled: Any) -> tuple[int, int]:
     return held.argument_size_in_bytes, beside + held.generated_code_size_in_bytes
 
 
-def gathered_whole(params: Any, found: list[collectives.Collective]) -> list[str]:
+def gathered_whole(params: Any, mesh: Any, found: list[collectives.Collective]) -> list[str]:
     """Stacked parameters (with a leading L) of which one collective gathers every layer at once.
 
-    Told by the shape: as many numbers, in an array that has L among its sides (one layer of another
-    parameter may hold as many numbers, but has no such side).
+    Told by the shape: all the numbers, or their share where other axes stay split, in an array that
+    has L among its sides (one layer of another parameter may hold as many, but has no such side).
     """
+    axes = {row.path: [axis for axis in row.spec if axis] for row in sharding.placements(params, mesh)}
     shapes = [dims for row in found if row.kind == "all-gather" for dims in collectives.shapes(row.shape)]
     whole = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        stacked = "layers" in name and leaf.ndim > 2 and leaf.shape[0] > 1
-        if stacked and any(math.prod(dims) == leaf.size and leaf.shape[0] in dims for dims in shapes):
+        if "layers" not in name or leaf.ndim < 3 or leaf.shape[0] == 1:
+            continue
+        split = [mesh.shape[axis] for axis in axes[name]]
+        kept = {math.prod(part) for n in range(len(split)) for part in itertools.combinations(split, n)}
+        if any(math.prod(dims) * n == leaf.size and leaf.shape[0] in dims for dims in shapes for n in kept | {1}):
             whole.append(name)
     return whole
 

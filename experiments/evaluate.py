@@ -51,7 +51,7 @@ def run(settings: Settings) -> int:
     numbers = loop.device_hyper(hyper, mesh)
     for split in task.eval_batches:
         sums = loop.measure(config, task, split, mesh)(restored.state.params, numbers, task.data)
-        found = "  ".join(f"{name} {value:.4f}" for name, value in loop.describe(sums, task).items())
+        found = loop.in_words(loop.describe(sums, task), ".4f")
         print(f"{split:>10}  {found}  over {float(sums.count):,.0f} tokens")
     print("\n".join(loop.samples(config, restored.state.params, numbers, task)))
     return 0

@@ -15,7 +15,7 @@ from absl import flags
 from experiments.grid import CONFIG_FIELDS, HYPER_FIELDS
 from transformer_jax.config import INTEGER_HYPER, TERMS, Config, Hyper, check_value
 from transformer_jax.errors import ConfigError, UserError
-from transformer_jax.presets import PRESETS, preset
+from transformer_jax.presets import NUMBERS, PRESETS, preset
 
 # name -> (kind, default, help, least value)
 RUN_FLAGS: dict[str, tuple[str, Any, str, float]] = {
@@ -39,7 +39,12 @@ RUN_FLAGS: dict[str, tuple[str, Any, str, float]] = {
     "plan": ("bool", False, "print arms, groups, parameters, estimated time and memory; run nothing", 0),
     "sweep": ("str", "", 'more arms, crossed: "learning_rate=1e-3,3e-3;num_layers=2,4"', 0),
     "preset": ("str", "", f"start from a named configuration: {', '.join(PRESETS)}", 0),
-    "mesh": ("str", "", 'split one model over devices: "data:2,fsdp:2,model:2,seq:2", any of the four', 0),
+    "mesh": (
+        "str",
+        "",
+        "devices by axis: any of data:2,fsdp:2,model:2,seq:2 for one model; sweep:16 for compile",
+        0,
+    ),
     "depth": ("choice", "quick", "how much of the question is run: quick or full", 0),
     "profile": ("bool", False, "write a trace of some steps to the workdir", 0),
     "prompt": ("str", "", "what the model is given: text, or ids as the task's samples show them", 0),
@@ -100,7 +105,8 @@ class Settings:
         """The base (or the preset, where one is given) with the command line's fields."""
         from experiments.grid import changed
 
-        return changed(preset(self.preset) if self.preset else base, hyper or Hyper(), self.overrides)
+        numbers = dataclasses.replace(hyper or Hyper(), **NUMBERS.get(self.preset, {}))
+        return changed(preset(self.preset) if self.preset else base, numbers, self.overrides)
 
 
 def define(values: flags.FlagValues) -> None:

@@ -55,6 +55,8 @@ def run(settings: Settings) -> int:
     """Print what --restore holds; 0 if all of it is sound, else 1."""
     if not settings.restore:
         raise ConfigError("--restore=FOLDER names the workdir or the folder of checkpoints to inspect")
+    if settings.overrides:
+        raise ConfigError(f"--{min(settings.overrides)} has no effect in --experiment=inspect: leave it out")
     if settings.restore_step and not settings.restore_step.isdecimal():
         raise ConfigError(f"--restore_step={settings.restore_step}: a number of steps here")
     console, sound = console_of(None), True

@@ -17,7 +17,7 @@ class Stopper:
     def __init__(self, minutes: float = 0.0):
         self._deadline = time.monotonic() + 60.0 * minutes if minutes > 0 else None
         self._minutes = minutes
-        self._signal = 0
+        self._signal, self._other = 0, -1
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "Stopper":
@@ -39,8 +39,14 @@ class Stopper:
             return f"{signal.Signals(self._signal).name} received"
         if self._deadline is not None and time.monotonic() > self._deadline:
             return f"the budget of {self._minutes:g} minutes is spent"
+        if self._other >= 0:
+            return "another process was told to stop"
         return ""
+
+    def told(self, code: int) -> None:
+        """What another process of the run was told: its exit code, 0 for the budget, -1 for nothing."""
+        self._other = max(self._other, code)
 
     @property
     def exit_code(self) -> int:
-        return 128 + self._signal if self._signal else 0
+        return 128 + self._signal if self._signal else max(self._other, 0)

@@ -8,7 +8,7 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,16 +70,25 @@ def measure(
     return sums
 
 
-def describe(sums: Sums, task: Task) -> dict[str, float]:
+def describe(sums: Sums, task: Task) -> dict[str, float | None]:
     """The split's numbers: loss (nats per token), perplexity, accuracy; bits per byte for text,
-    nats above the floor for tasks that have one."""
+    nats above the floor for tasks that have one. None each where the loss is not finite: diverged."""
     loss = float(sums.loss)
-    out = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "accuracy": float(sums.accuracy)}
+    if not math.isfinite(loss):
+        return dict.fromkeys(("loss", "perplexity", "accuracy"))
+    out: dict[str, float | None] = {
+        "loss": loss, "perplexity": math.exp(min(loss, 700.0)), "accuracy": float(sums.accuracy)
+    }  # fmt: skip
     if task.floor is not None:
         out["above_floor"] = loss - task.floor
     elif task.vocab_size == 256:
         out["bits_per_byte"] = loss / math.log(2.0)
     return out
+
+
+def in_words(found: Mapping[str, float | None], digits: str = ".4g") -> str:
+    """What `describe` found, in a line."""
+    return "  ".join(f"{name} {'diverged' if x is None else format(x, digits)}" for name, x in found.items())
 
 
 def train(
@@ -112,6 +121,7 @@ def train(
     describes = {"config": to_dict(config), "hyper": to_dict(hyper), "seed": seed, "data": task.sha256}
     describes["made"] = {"commit": commit(), **versions()}
     state, notes = _start(config, hyper, seed, saves, mesh, warm)
+    processes.same("the step that they start from: do all see the same workdir?", int(state.step))
     with Bar(f"{config.task}", config.steps, int(state.step)) as bar:
         for note in notes:
             bar.say(note)
@@ -128,7 +138,7 @@ def train(
                 if checkpoint_every:
                     ends.append(_next(start, checkpoint_every))
                 begun = time.monotonic()
-                with _trace(folder / "trace", profile and start > 0):
+                with _trace(folder / "trace", profile and start > 0 and processes.first()):
                     state, record = advance(state, numbers, np.int32(min(ends)), task.data)
                     record = {name: np.asarray(x)[: min(ends) - start] for name, x in record.items()}
                 profile = profile and start == 0
@@ -136,19 +146,20 @@ def train(
                 if start:  # the first call compiles
                     chunk = max(1, min(eval_every, int(chunk * CHUNK_SECONDS / max(seconds, 1e-3)) or 1))
                 log.steps(start, record)
-                measured: dict[str, float] = {}
+                measured: dict[str, float | None] = {}
                 bar.update(done, tokens=float(record["tokens"].sum()), loss=float(record["loss"][-1]))
                 if done % eval_every == 0 or done == config.steps:
                     measured = describe(evaluation(state.params, numbers, task.data), task)
                     log.rows([{"step": done, "split": "selection", **measured}])
-                    bar.say(f"step {done}  " + "  ".join(f"{name} {value:.4g}" for name, value in measured.items()))
+                    bar.say(f"step {done}  {in_words(measured)}")
                     for line in samples(config, state.params, numbers, task):
                         bar.say(line)
                 # A clock and a signal are one process's own: the first one's time holds, and anyone's wish to stop.
                 late = time.monotonic() - last_save > SAVE_SECONDS
-                said = processes.agree(chunk, late, bool(stop.reason))
+                said = processes.agree(chunk, late, stop.exit_code if stop.reason else -1)
                 chunk, late = said[0][0], said[0][1]
-                reason = stop.reason or ("another process was told to stop" if any(row[2] for row in said) else "")
+                stop.told(max(row[2] for row in said))
+                reason = stop.reason
                 meta = describes | {"step": done, "metrics": measured}
                 due = (checkpoint_every and done % checkpoint_every == 0) or keep.value(meta) < saver.best
                 if reason or due or done == config.steps or late:

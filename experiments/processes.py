@@ -113,6 +113,13 @@ def agree(*own: int) -> Sequence[Sequence[int]]:
     return multihost_utils.process_allgather(np.asarray(own, np.int32)).reshape(_count, len(own)).tolist()
 
 
+def same(what: str, value: int) -> None:
+    """Raise UserError on every process where they differ in `value`. Collective."""
+    found = [row[0] for row in agree(value)]
+    if len(set(found)) > 1:
+        raise UserError(f"the {_count} processes differ in {what} ({', '.join(map(str, found))})")
+
+
 def by_first(make: Callable[[], T]) -> T | None:
     """make() on process 0, and its error if it has one; None on the others, or their own UserError if it failed."""
     made, failed = None, None

@@ -127,7 +127,7 @@ def measure(
         every = jax.tree.map(lambda total, x: total.at[which].add(x), every, sums)
         return every, jax.tree.map(lambda total, x: total.at[which].add(on_curve * x), curve, sums)
 
-    zero = {name: jax.tree.map(lambda x: jnp.zeros((len(splits),)), Sums.zero()) for name in asked}
+    zero = {name: jax.tree.map(lambda x: jnp.zeros((len(splits),)), Sums.zero(config.E > 0)) for name in asked}
     every, curve = jax.lax.fori_loop(0, counts[0] + counts[1], add, (zero, zero))
     for i, split in enumerate(splits):
         for name in asked:

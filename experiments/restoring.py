@@ -64,6 +64,21 @@ def chosen_step(folder: Path, which: str) -> int:
     return int(which) if which else there[-1]
 
 
+def sound_step(folder: Path, which: str) -> tuple[int, list[str]]:
+    """As `chosen_step`, but of the newest, the newest that is read whole; and a line for each passed over."""
+    if which:
+        return chosen_step(folder, which), []
+    passed = []
+    for step in reversed(checkpoint.steps(folder)):
+        try:
+            checkpoint.contents(folder, step)
+        except checkpoint.DamagedError as error:
+            passed.append(str(error))
+        else:
+            return step, passed
+    raise CheckpointError(f"no good checkpoint in {folder}: " + ("; ".join(passed) or "it holds none"))
+
+
 def restore_state(folder: Path, like: Any, which: str = "") -> checkpoint.Restored:
     """The state that --restore_step names, as checkpoint.restore gives it; of the newest, the newest good one."""
     if not which:

@@ -14,6 +14,7 @@ end at 3.16 bits per byte on the reported split of Python 3.11's own text.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -85,12 +86,12 @@ def warmth(settings: Settings, like: TrainState) -> Callable[[TrainState], tuple
         return None
     names = [f"params/{part.strip()}" for part in settings.parts.split(",")] if settings.parts else ["params"]
     folder = restoring.folder_of_train(settings.restore)
-    step = restoring.chosen_step(folder, settings.restore_step)
+    step, passed = restoring.sound_step(folder, settings.restore_step)
     checkpoint.check_parts(folder, step, like, names)
 
     def warm(state: TrainState) -> tuple[TrainState, list[str]]:
         restored = checkpoint.restore_parts(folder, step, state, names)
-        return restored.state, [note for note in restored.notes if " params/" in note]
+        return restored.state, passed + [note for note in restored.notes if " params/" in note]
 
     return warm
 
@@ -102,7 +103,10 @@ def run(settings: Settings) -> int:
 
     mesh = sharding.from_text(settings.mesh)
     config, hyper, task = configuration(settings, mesh)
-    warm = warmth(settings, loop.abstract_state(config, hyper))
+    saves = Path(settings.workdir or "runs/train") / "checkpoints"
+    begun = saves.is_dir() and bool(checkpoint.steps(saves)) and not settings.overwrite
+    # What has begun goes on from its own checkpoints: the source may be gone.
+    warm = None if begun else warmth(settings, loop.abstract_state(config, hyper))
     fixed = f"the schedule {config.schedule} depends on it" if config.schedule in NEEDS_STEPS else ""
     workdir = open_workdir(
         settings.workdir or "runs/train",
@@ -151,7 +155,9 @@ def run(settings: Settings) -> int:
 
 def summary(found: dict[str, Any], folder: str) -> str:
     """A finished run in a few lines."""
-    numbers = "  ".join(f"{name} {value:.4g}" for name, value in found["report"].items())
+    from experiments.loop import in_words
+
+    numbers = in_words(found["report"])
     title = f"{found['task']}, {found['parameters']:,} parameters, {found['steps']} steps: {numbers}"
     return "\n".join(
         [title, *found["samples"], f"    {folder}: config.json, metrics.jsonl, checkpoints/, results.json"]

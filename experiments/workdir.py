@@ -6,6 +6,7 @@ again resumes; a folder that holds another configuration is refused by naming th
 
 import dataclasses
 import datetime
+import hashlib
 import json
 import os
 import shlex
@@ -101,6 +102,9 @@ def open_workdir(
     another configuration, with files but no config.json, or that cannot be written. Of several
     processes, the first makes it, before the others look.
     """
+    if processes.count() > 1:
+        said = json.dumps([identity, free], sort_keys=True, default=str).encode()
+        processes.same("their settings, by a hash of them", int.from_bytes(hashlib.sha256(said).digest()[:3]))
     made = processes.by_first(lambda: _open(path, identity, free, overwrite, grows or {}))
     return made or Workdir(Path(path), False, {})
 

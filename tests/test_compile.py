@@ -80,7 +80,14 @@ def test_a_stack_gathered_whole_is_named() -> None:
     both = ["decoder/layers/ffn/w1_DF", "decoder/layers/ffn/w2_FD"]
     for out, named in ((lambda w: w["w1_DF"], both), (lambda w: w["w1_DF"][1], [])):
         text = jax.jit(out, out_shardings=whole).lower(w).compile().as_text()
-        assert gathered_whole(params, collectives.read(str(text))) == named
+        assert gathered_whole(params, mesh, collectives.read(str(text))) == named
+
+
+def test_a_stack_gathered_over_one_of_two_axes_is_named() -> None:
+    mesh, params = sharding.make_mesh({"fsdp": 2, "model": 2}), _params()
+    found = [collectives.Collective("all-gather", f"f32[3,{D},12]{{2,1,0}}", 1, 0, "") for D in (16, 8)]
+    assert "decoder/layers/ffn/w1_DF" in gathered_whole(params, mesh, found[:1])
+    assert gathered_whole(params, mesh, found[1:]) == []
 
 
 def test_a_sweep_spreads_its_arms_and_says_nothing() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import resource
+import shutil
 from pathlib import Path
 
 import jax
@@ -94,6 +95,7 @@ def test_inspect_names_what_is_damaged_and_counts_what_is_not_finite(
         (["--restore=/nowhere/at/all"], "/nowhere/at/all: no such folder"),
         (["--restore=tests"], "--restore=tests holds no checkpoints"),
         (["--restore=tests", "--restore_step=first"], "--restore_step=first"),
+        (["--restore=tests", "--d_model=9"], "--d_model has no effect"),
     ],
 )
 def test_inspect_refuses_in_one_line(flags: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,6 +165,30 @@ def test_the_same_command_resumes_and_another_source_is_refused(
     assert fine_tune(trained, tmp_path / "w") == 0
     assert fine_tune(trained, tmp_path / "w", "--restore_step=5") == 2
     assert "restore_step is '' there, '5' here" in capsys.readouterr().err
+
+
+def test_a_damaged_newest_source_is_passed_over_and_named(
+    trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(trained, tmp_path / "source")
+    newest, before = sorted(checkpoint.steps(tmp_path / "source" / "checkpoints"))[-1:-3:-1]
+    flip(biggest(tmp_path / "source" / "checkpoints" / str(newest)), 700)
+    assert fine_tune(tmp_path / "source", tmp_path / "w") == 0
+    said = capfd.readouterr().err
+    assert f"step {newest}: " in said and f"taken from step {before}: params/" in said
+    shutil.rmtree(tmp_path / "source")  # what has begun needs its source no more
+    assert fine_tune(tmp_path / "source", tmp_path / "w") == 0
+
+
+def test_a_diverged_run_ends_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = [x for x in TINY if "steps" not in x and "rate" not in x]
+    command = ["launch.py", *few, "--steps=4", "--learning_rate=1e30", f"--workdir={tmp_path / 'w'}"]
+    assert launch.main(command) == 0
+    assert "loss diverged" in capsys.readouterr().out
+    assert json.loads((tmp_path / "w" / "results.json").read_text())["report"]["loss"] is None
+    assert checkpoint.read_meta(tmp_path / "w" / "checkpoints")["metrics"]["loss"] is None
+    assert launch.main(["launch.py", "--experiment=evaluate", f"--restore={tmp_path / 'w'}"]) == 0
+    assert "loss diverged" in capsys.readouterr().out
 
 
 def test_no_measured_checkpoint_has_no_best(tmp_path: Path) -> None:

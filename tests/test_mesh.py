@@ -115,7 +115,7 @@ def test_j2_the_last_batch_may_be_short(tmp_path: Path) -> None:
     config = resolve(Config(d_model=4, num_heads=1, num_layers=1, seq_len=T, batch_size=8, text=str(text)))
     task, mesh = make_task(config), sharding.make_mesh({"data": 4})
     assert task.eval_batches["selection"] == 3
-    state, notes = loop._start(config, Hyper(), 0, tmp_path / "none", mesh)
+    state, notes = loop._start(config, Hyper(), 0, tmp_path / "none", mesh, None)
     assert not notes
     sums = loop.measure(config, task, "selection", mesh)(state.params, Hyper(), task.data)
     assert float(sums.count) == 19 * T
@@ -127,7 +127,7 @@ def test_j2_the_last_batch_may_be_short(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ([*TRAIN, "--mesh=data:3,seq:3"], "--mesh=data:3,seq:3 is 9 devices, this machine has 8"),
+        ([*TRAIN, "--mesh=data:3,seq:3"], "--mesh=data:3,seq:3 is 9 devices, there are 8 of kind cpu"),
         ([*TRAIN, "--mesh=modle:2"], "unknown mesh axis 'modle': did you mean model"),
         ([*TRAIN, "--mesh=seq:2", "--normaliser=entmax15"], "(seq:2) cannot do normaliser entmax15"),
         (["--experiment=mesh"], "--mesh names the axes"),

@@ -16,9 +16,11 @@ import pytest
 
 import launch
 from experiments import processes
+from experiments.interrupt import Stopper
 from experiments.processes import join, launcher
+from experiments.workdir import open_workdir
 from transformer_jax import checkpoint
-from transformer_jax.errors import ConfigError
+from transformer_jax.errors import ConfigError, UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = [
@@ -113,7 +115,7 @@ def test_a_signal_to_one_stops_both_saved(tmp_path: Path) -> None:
         time.sleep(0.2)
     children[1].send_signal(signal.SIGTERM)
     (_, told), (_, quiet) = end(children, 60)
-    assert [child.returncode for child in children] == [0, 128 + signal.SIGTERM], (told, quiet)
+    assert [child.returncode for child in children] == [128 + signal.SIGTERM] * 2, (told, quiet)
     assert "another process was told to stop; saved" in told
     step = checkpoint.steps(folder / "checkpoints")[-1]
     assert f"stopped at step {step}" in told
@@ -137,7 +139,8 @@ def test_a_process_that_dies_ends_the_other_with_a_message(way: str, tmp_path: P
         sys.argv[0] = "launch.py"
         runpy.run_path("launch.py", run_name="__main__")
     """
-    children = start_two(code, *TINY, f"--workdir={tmp_path / 'w'}", *ENDLESS)
+    # A save is always under way: its end is agreed on by both, which a dying process must not wait for.
+    children = start_two(code, *TINY, f"--workdir={tmp_path / 'w'}", *ENDLESS, "--checkpoint_every=1")
     _, err = children[1].communicate(timeout=100)
     begun = time.monotonic()
     told = end(children[:1], 60)[0][1]
@@ -202,6 +205,25 @@ def test_rows_of_the_batch_are_disjoint_and_cover_it() -> None:
 def test_flags_at_odds_are_refused(flags: tuple[str, int, int], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         join(*flags)
+
+
+def test_processes_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_count", 2)
+    monkeypatch.setattr(processes, "agree", lambda value: [[value], [7]])
+    processes.same("their seed", 7)
+    with pytest.raises(UserError, match=r"the 2 processes differ in their seed \(3, 7\)"):
+        processes.same("their seed", 3)
+    with pytest.raises(UserError, match="settings"):
+        open_workdir("nowhere", {"seed": 1}, {})
+
+
+def test_what_another_process_was_told_holds_here() -> None:
+    stop = Stopper()
+    assert (stop.reason, stop.exit_code) == ("", 0)
+    stop.told(-1)
+    assert stop.reason == ""
+    stop.told(143)
+    assert (stop.reason, stop.exit_code) == ("another process was told to stop", 143)
 
 
 def test_one_process_needs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

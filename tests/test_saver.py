@@ -1,6 +1,7 @@
 """Which checkpoints stay, and parts of one restored by name."""
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +114,32 @@ def test_parts_come_back_in_the_kind_of_like(tmp_path: Path) -> None:
         saver.save(1, numbered(1), {})
     got = restore_parts(tmp_path, 1, {"a": np.zeros((40, 30), np.float32), "b": jnp.arange(6)}, ["a", "b"])
     assert isinstance(got.state["a"], np.ndarray) and float(got.state["a"][3, 4]) == 1
+
+
+# --- what a kill, a reader and an error leave -------------------------------------
+
+
+def test_i2_a_kill_between_two_renames_loses_nothing(tmp_path: Path) -> None:
+    """Step 3 saved again: both copies are complete, and neither is called 3."""
+    save(tmp_path, Keep(), {2: None, 3: None})
+    (tmp_path / "3").rename(tmp_path / "3.new")
+    with Saver(tmp_path, keep=2, resumed=3):
+        pass
+    assert left(tmp_path) == [2, 3]
+    assert_same(checkpoint.restore(tmp_path, 3, LIKE).state, numbered(3))
+
+
+def test_a_step_that_is_deleted_while_it_is_read_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, Keep(), {1: None, 2: None})
+    restore = checkpoint.restore
+
+    def late(folder: Path, step: int, like: Any) -> checkpoint.Restored:
+        if step == 2 and (tmp_path / "2").exists():
+            shutil.rmtree(tmp_path / "2")
+        return restore(folder, step, like)
+
+    monkeypatch.setattr(checkpoint, "restore", late)
+    found = checkpoint.restore_latest(tmp_path, LIKE)
+    assert found.step == 1 and found.notes == ["step 2: deleted while it was read"]

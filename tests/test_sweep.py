@@ -247,3 +247,15 @@ def test_sweep_text_is_parsed_and_crossed() -> None:
 def test_terms_are_shared_by_all_arms() -> None:
     arms = grid.with_shared_terms([Arm("a", TINY, Hyper()), Arm("b", TINY, Hyper(dropout_rate=0.1))])
     assert [arm.config.terms for arm in arms] == [("dropout",), ("dropout",)]
+
+
+def test_experts_are_measured_in_a_sweep() -> None:
+    """Traced only: their losses are summed over the batches of both splits."""
+    config = resolve(Config(task="copy", d_model=4, num_heads=1, num_layers=1, seq_len=5, num_experts=2, batch_size=2))
+    task, hyper = make_task(config), Hyper()
+    state = jax.eval_shape(lambda: train.init_state(config, hyper, program.run_key(0)))
+    observe = program.nothing_observed
+    found = jax.eval_shape(
+        lambda s: program.measure(config, task, observe, s, hyper, jax.numpy.bool_(True), 2, task.data, {}), state
+    )
+    assert found["report_loss"].shape == ()

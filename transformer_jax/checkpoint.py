@@ -221,6 +221,10 @@ def _newest(folder: Path, attempt: Callable[[int], Any]) -> tuple[Any, list[str]
             return attempt(step), notes
         except DamagedError as error:
             notes.append(str(error))
+        except CheckpointError:
+            if (folder / str(step)).is_dir():
+                raise
+            notes.append(f"step {step}: deleted while it was read")  # by the run that writes here
     raise CheckpointError(f"no good checkpoint in {folder}: " + ("; ".join(notes) or "it holds none"))
 
 

@@ -3,7 +3,7 @@
 from transformer_jax.config import Config
 from transformer_jax.errors import unknown
 
-# What the Llama 3 models share. Their rope_base is 500,000 and their scaling llama3: numbers of Hyper.
+# What the Llama 3 models share.
 LLAMA = Config(
     vocab_size=128256,
     num_heads=32,
@@ -69,6 +69,13 @@ PRESETS: dict[str, Config] = {
         warmup_steps=4000,
         task="copy",
     ),
+}
+
+
+# Numbers of Hyper that belong to a preset.
+NUMBERS: dict[str, dict[str, float]] = {
+    "llama_1b": {"rope_base": 500_000.0, "rope_factor": 32.0},
+    "llama_8b": {"rope_base": 500_000.0, "rope_factor": 8.0},
 }
 
 

@@ -73,12 +73,14 @@ class Saver(contextlib.AbstractContextManager):
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(f"cannot make the folder {self.folder}: {checkpoint.cause(error)}") from error
+        if jax.process_index() == 0:
+            self._finish_renames()
         # In order of writing, not of number: a lower step is not an older one.
         self._mine = [s for s in checkpoint.steps(self.folder) if resumed is not None and s <= resumed]
         self._values = {step: self._saved_value(step) for step in self._mine} if self.keep.best else {}
         self._open, self._thread = True, ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: tuple[int, Future[None]] | None = None
-        atexit.register(self.close)  # too late to finish a save, but in time to say that it was lost
+        atexit.register(self._end)  # too late to finish a save, but in time to say that it was lost
 
     def _saved_value(self, step: int) -> float:
         try:
@@ -131,15 +133,26 @@ class Saver(contextlib.AbstractContextManager):
 
     def close(self) -> None:
         """`wait`, then end the background thread. Safe to call twice."""
-        atexit.unregister(self.close)
+        atexit.unregister(self._end)
         self._open = False
         try:
             self.wait()
         finally:
             self._thread.shutdown()
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def _end(self) -> None:
+        """`close` after an error. Of several processes the others may never come to say how it went: not asked."""
+        if jax.process_count() == 1:
+            return self.close()
+        atexit.unregister(self._end)
+        self._open, pending, self._pending = False, self._pending, None
+        error = None if pending is None else pending[1].exception()
+        self._thread.shutdown()
+        if pending is not None and error is not None:
+            raise CheckpointError(f"save of step {pending[0]} in {self.folder} failed: {checkpoint.cause(error)}")
+
+    def __exit__(self, kind: object, *exception: object) -> None:
+        self.close() if kind is None else self._end()
 
     def _write(self, step: int, arrays: dict[str, np.ndarray], manifest: dict[str, Any]) -> None:
         """In the background, on process 0: hash, write, take the final name, delete this run's oldest."""
@@ -159,7 +172,7 @@ class Saver(contextlib.AbstractContextManager):
             self._remove_strays()  # a full disk needs the room
             raise
         if target != final:
-            # Under a name that nobody deletes until the new one stands: a kill in between loses nothing.
+            # A kill in between leaves both, complete, and no N: the next Saver ends the renaming.
             aside = next(p for n in itertools.count(1) if not (p := self.folder / f"{step}.aside-{n}").exists())
             final.rename(aside)
             target.rename(final)
@@ -173,6 +186,12 @@ class Saver(contextlib.AbstractContextManager):
                 path.rename(self.folder / f"{old}.old")
         self._mine = [s for s in self._mine if s in kept]
         self._remove_strays()
+
+    def _finish_renames(self) -> None:
+        for path in self.folder.glob("*.new"):
+            final = path.with_suffix("")
+            if (path / checkpoint.MARKER).is_file() and checkpoint.STRAY.fullmatch(path.name) and not final.exists():
+                path.rename(final)
 
     def _remove_strays(self) -> None:
         for path in self.folder.iterdir():

@@ -52,7 +52,7 @@ def slice_of(name: str) -> tuple[list[Any], Chip]:
         count *= int(size)
     # libtpu asks the metadata server of a TPU machine for these, and waits for it, unless they are given.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", f"{chip.type}-{count * chip.cores}")
+    os.environ["TPU_ACCELERATOR_TYPE"] = f"{chip.type}-{count * chip.cores}"
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     # Of those that own TPUs there may be one on a machine; compilers do not exclude each other.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
