@@ -169,7 +169,12 @@ def _claims(outcome: Outcome, arms: list[dict[str, Any]]) -> Section:
             uniform = float(np.mean(np.log(np.arange(2, on["config"]["seq_len"] + 1))))
             entropy = f"{at_mark(on, 'attention_entropy'):.3f} of {uniform:.3f} nats"
             rows += [
-                ("B16", f"scaled scores' variance at the start, d_k={width}", "1", f"{at_mark(on, 'score_variance'):.3f}"),
+                (
+                    "B16",
+                    f"scaled scores' variance at the start, d_k={width}",
+                    "1",
+                    f"{at_mark(on, 'score_variance'):.3f}",
+                ),
                 ("B17", f"and after training, d_k={width}", "1", f"{at_mark(on, 'score_variance', -1):.3f}"),
                 ("B18", f"scaled attention starts even: its entropy, d_k={width}", "all of it", entropy),
             ]

@@ -20,6 +20,7 @@ LABELS = {
     "report_accuracy": "next-token accuracy",
     "train_loss": "training loss, last tenth",
     "report_honest_loss": "honest loss",
+    "report_above_floor_loss": "validation loss above the floor",
 }
 
 

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from transformer_jax.data.markov import stationary
+
 BINS = 15  # of confidence, equally wide (Guo et al. 2017)
 STEP = 1e-5  # of the central difference, as a part of T
 
@@ -119,11 +121,25 @@ def under_chain(table: np.ndarray, ids_BT: np.ndarray) -> Likelihood:
     """
     states, order = len(table), table.ndim - 1
     grams = _ngrams(ids_BT, order + 1)
-    known = (grams < states).all(axis=-1)
+    known = np.all(grams < states, axis=-1)
     p = table[tuple(np.moveaxis(np.where(known[..., None], grams, 0), -1, 0))]
     possible = known & (p > 0)
     nats = -np.log(p[possible])
     return Likelihood(float(nats.mean()) if nats.size else np.nan, float(1.0 - possible.mean()))
+
+
+def chain_loss(table: np.ndarray, rows_BW: np.ndarray) -> float:
+    """Mean -ln p of all ids of rows but the first, under the chain in its stationary state: no model does better.
+
+    Its expectation is `mean_floor`. Every id must be a state.
+    """
+    order, chance = table.ndim - 1, stationary(table)
+    nats = -np.log(table[tuple(np.moveaxis(_ngrams(rows_BW, order + 1), -1, 0))]).sum()
+    for k in range(1, order):  # the k-th id, of which only the k before it are known
+        block = chance.sum(axis=tuple(range(k + 1, order)))
+        known = block / block.sum(axis=-1, keepdims=True)
+        nats -= np.log(known[tuple(rows_BW[:, : k + 1].T)]).sum()
+    return float(nats / rows_BW[:, 1:].size)
 
 
 # --- calibration --------------------------------------------------------------------
@@ -146,7 +162,7 @@ class Reliability:
 
     @property
     def error(self) -> float:
-        """Expected calibration error: sum over bins of (tokens / all) |accuracy - mean confidence| (Guo et al. 2017)."""
+        """Expected calibration error: sum over bins of tokens / all |accuracy - confidence| (Guo et al. 2017)."""
         return float(np.sum(np.abs(self.correct - self.confidence)) / np.sum(self.count))
 
 
