@@ -268,10 +268,10 @@ def _floor(found: dict[str, Any]) -> Section:
     floor = found["floor"]
     return Section(
         "The floor",
-        f"Excess loss is what a model's loss lies above the least possible. Rows are drawn from a Markov chain of order "
-        f"{ORDER}. In the long run it costs {floor['entropy_rate']:.4f} "
-        "nats per token, its entropy rate; with a row's first prediction, which sees one symbol, the least mean loss "
-        f"is {floor['nats']:.4f}. On the very tokens of the reported split the chain's own loss is "
+        f"Excess loss is what a model's loss lies above the least possible. Rows are drawn from a Markov chain of "
+        f"order {ORDER}. In the long run it costs {floor['entropy_rate']:.4f} nats per token, its entropy rate; with a "
+        f"row's first prediction, which sees one symbol, the least mean loss is {floor['nats']:.4f}. "
+        f"On the very tokens of the reported split the chain's own loss is "
         f"{floor['generator_on_report_split']:.4f}: that luck of the draw is in the distance of every arm alike.",
     )
 
