@@ -62,7 +62,7 @@ def calibration(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
             total = sum(b["count"] for b in row["bins"])
             shown = [b for b in row["bins"] if b["count"] > FAINT * total]
             x, y = ([b[name] for b in shown] for name in ("confidence", "accuracy"))
-            curves.plot(x, y, color=plots.colour(i), linewidth=1.2)
+            curves.plot(x, y, color=plots.colour(i), linewidth=2.2 if row["temperature"] == 1 else 1.0)
             curves.scatter(x, y, [4 + 60 * b["count"] / total for b in shown], color=plots.colour(i), zorder=3)
         curves.set_xlim(0, 1.03)
         curves.set_ylim(0, 1.03)
@@ -85,12 +85,12 @@ def slopes(path: Path, found: Mapping[str, Any]) -> None:
         above.plot(T, formula, color="#9ecae1", linewidth=6, label="Var(z)/T³", solid_capstyle="round")
         above.plot(T, autodiff, color=plots.colour(1), linewidth=1.5, label="automatic derivative")
         above.plot(T, differences, "k.", markersize=4, label="central differences")
-        above.set_ylabel("dH/dT, nats")
+        above.set_ylabel("dH/dT, nats per unit of T")
         above.set_ylim(bottom=0)
         above.legend(loc="upper right")
         for other, style in ((autodiff, {"color": plots.colour(1)}), (differences, {"color": "black"})):
             gap = np.abs(other - formula)
             below.plot(T, np.where(gap > 0, gap, np.nan), ".", markersize=4, **style)  # 0 has no place on a log axis
         below.set_yscale("log")
-        below.set_ylabel("from the formula")
+        below.set_ylabel("distance to it")
         below.set_xlabel("temperature T")

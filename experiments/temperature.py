@@ -1,9 +1,21 @@
-"""What does temperature do: inside attention while training, and to the text that a model writes?
+"""What does temperature do, in attention while a model is trained, and to the text that it writes?
 
     python launch.py --experiment=temperature --workdir=runs/temperature
     python launch.py --experiment=temperature --depth=full --workdir=runs/temperature_full
 
-EXPECTED
+Small decoders of two layers learn a Markov chain of order 2 over eight symbols, whose least possible
+loss is known: the primary loss is what a model's lies above it. Five temperatures of the attention softmax,
+one program, each at four learning rates with the same seeds. Then the models of temperature 1 write text at
+eight sampling temperatures, which the true chain judges; their confidences are held to held-out
+symbols; and dH/dT = Var(z)/T^3 is shown on their own logits (tempering.py has the formulas).
+
+Expected, with six seeds (315 s of CPU time): attention may be too sharp, not too flat. T = 0.25 ends 0.023
+nats above T = 1 (0.014 to 0.032), in the small rates' reach alone; 0.5, 2 and 4 are undecided within
+0.005. Training undoes most of the temperature: the scores' variance is 15 to 0.06 before, a factor of 256,
+and 133 to 32 after; the entropy of attention 1.42 to 3.23 nats before, 0.46 to 0.93 after.
+Samples at T = 0 repeat 79% of their 4-grams and cost the chain 0.64 nats a token, less than its entropy rate
+of 1.11; at 1 they cost 1.17 and repeat 11%, at 2 they cost 2.09 and repeat 3%. The calibration error is
+least at 1: 0.022, against 0.41 at 0 and 0.22 at 2. The three ways to dH/dT part by 4e-11.
 """
 
 import dataclasses
@@ -58,6 +70,7 @@ FULL = BASE.replace(vocab_size=16, d_model=64, num_heads=4, seq_len=128, batch_s
 SAMPLES = 32  # that a model writes at each temperature
 GRAMS = (1, 2, 3)
 REPEATED = 4
+SPACE = "\N{NO-BREAK SPACE}"
 METRICS = ("entropy", *(f"distinct_{n}" for n in GRAMS), f"repetition_{REPEATED}", "generator_nats", "impossible")
 
 
@@ -279,7 +292,7 @@ def _floor(found: dict[str, Any]) -> Section:
 def _shown(metric: dict[str, Any], digits: int = 3) -> str:
     """Mean ± half of the 95% interval."""
     half = report.half_width(metric["ci95"])
-    return report.fixed(metric["mean"], digits) + ("" if half is None else f" ± {half:.{digits}f}")
+    return report.fixed(metric["mean"], digits) + ("" if half is None else f"{SPACE}±{SPACE}{half:.{digits}f}")
 
 
 def _sampling(found: dict[str, Any]) -> Section:

@@ -242,7 +242,7 @@ def test_the_command_writes_its_answer(answered: dict[str, Any]) -> None:
     for arm in answered["arms"]:
         losses, above = (arm["metrics"][f"report_{name}loss"]["per_seed"] for name in ("", "excess_"))
         np.testing.assert_allclose(np.subtract(losses, above), floor, atol=1e-5)
-        assert len(arm["observed"]["attention_entropy"][-1]) == 1  # a layer
+        assert len(arm["observed"]["attention_entropy"][-1]) == 2  # layers
     slopes = answered["entropy_derivative"]
     assert slopes["max_abs_difference"] < 1e-8 < max(slopes["formula"])
     found = answered["calibration"]
@@ -262,7 +262,7 @@ def test_temperature_trades_likelihood_for_diversity(answered: dict[str, Any]) -
     assert at[1.0]["entropy"] == pytest.approx(rate, abs=0.08)
     assert at[2.0]["generator_nats"] > rate + 0.1 and np.argmax(nats) == len(nats) - 1
     for name in ("distinct_1", "distinct_2", "distinct_3"):
-        assert at[0.0][name] < 0.9 * min(at[T][name] for T in temperature.OF_SAMPLES[1:]), name
+        assert at[0.0][name] < min(at[T][name] for T in temperature.OF_SAMPLES[1:]), name
     assert at[0.0]["repetition_4"] > at[1.0]["repetition_4"] > at[2.0]["repetition_4"]
     assert all(row["impossible"] == 0 for row in at.values())
     errors = [row["ece"]["mean"] for row in answered["calibration"]["temperatures"]]
