@@ -9,10 +9,10 @@ one program, each at four learning rates with the same seeds. Then the models of
 eight sampling temperatures, which the true chain judges; their confidences are held to held-out
 symbols; and dH/dT = Var(z)/T^3 is shown on their own logits (tempering.py has the formulas).
 
-Expected, with six seeds (315 s of CPU time): attention may be too sharp, not too flat. T = 0.25 ends 0.023
-nats above T = 1 (0.014 to 0.032), in the small rates' reach alone; 0.5, 2 and 4 are undecided within
-0.005. Training undoes most of the temperature: the scores' variance is 15 to 0.06 before, a factor of 256,
-and 133 to 32 after; the entropy of attention 1.42 to 3.23 nats before, 0.46 to 0.93 after.
+Expected, with six seeds (315 s of CPU time): attention may begin too sharp, but not too flat. T = 0.25 ends
+0.023 nats above T = 1 (0.014 to 0.032); 0.5, 2 and 4 are undecided, within 0.005. Training undoes
+most of the temperature: the scores' variance is 15 to 0.06 before, a factor of 256, and 133 to 32 after; the
+entropy of attention 1.42 to 3.23 nats before, 0.46 to 0.93 after.
 Samples at T = 0 repeat 79% of their 4-grams and cost the chain 0.64 nats a token, less than its entropy rate
 of 1.11; at 1 they cost 1.17 and repeat 11%, at 2 they cost 2.09 and repeat 3%. The calibration error is
 least at 1: 0.022, against 0.41 at 0 and 0.22 at 2. The three ways to dH/dT part by 4e-11.
@@ -133,11 +133,14 @@ def excess(config: Config, params: Transformer, hyper: Hyper, batch: Batch, inde
 # --- after the training -------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _logits(params: Transformer, config: Config, hyper: Hyper, tokens_BT: jax.Array) -> jax.Array:
+def uncut_logits(params: Transformer, config: Config, hyper: Hyper, tokens_BT: jax.Array) -> jax.Array:
+    """Logits [B, T, V] of the model that writes."""
     # Experts without a capacity, as when text is written: no token of a row depends on later ones.
     batch = Batch(tokens_BT, tokens_BT, jnp.ones(tokens_BT.shape))
     return forward(params, config.replace(expert_capacity=0.0), hyper, batch)[0]
+
+
+_logits = jax.jit(uncut_logits, static_argnums=1)
 
 
 def logits_of(model: trained.Model, ids_BT: np.ndarray) -> np.ndarray:

@@ -55,7 +55,7 @@ class Slopes:
         return float(np.max(np.ptp(three, axis=0)))
 
 
-def entropy_slopes(logits_PV: np.ndarray, temperatures: Sequence[float]) -> Slopes:
+def entropy_slopes(logits_PV: np.ndarray, temperatures: Sequence[float] | np.ndarray) -> Slopes:
     """dH/dT of P distributions: Var_p(z)/T^3, JAX's derivative of H, and (H(T+h) - H(T-h)) / 2h with h = T/100000.
 
     All in float64; every temperature must be above 0.
