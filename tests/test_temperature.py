@@ -227,7 +227,7 @@ def answered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     sizes = ["d_model=16", "num_heads=2", "num_layers=2", "scan_unroll=1", "seq_len=16", "batch_size=16"]
     sweep = "sweep=attention_temperature=0.5,1;learning_rate=1e-2"
     line = [*sizes, "vocab_size=4", "steps=300", "experiment=temperature", "seeds=2", f"workdir={folder}", sweep]
-    quick = "" if "xla_cpu_use_fusion_emitters" not in QUICK else " --xla_cpu_use_fusion_emitters=false"
+    quick = "".join(f" --{name}={str(value).lower()}" for name, value in QUICK.items())
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + quick}
     command = [sys.executable, "launch.py", *(f"--{part}" for part in line)]
     subprocess.run(command, cwd=ROOT, env=env, check=True, stdout=subprocess.DEVNULL)
