@@ -8,6 +8,7 @@ REGISTRY: name -> one line. The module experiments.NAME has
 REGISTRY: dict[str, str] = {
     "dk_scaling": "what does dividing attention scores by sqrt(d_k) buy? a sweep with statistics and a report",
     "masking": "what does each mask let a model learn, and which ones cheat? honest losses, leaks, constants",
+    "temperature": "what does temperature do in attention, and to what a model writes? entropy, diversity, calibration",
     "matrix": "trained models under other temperatures, exponents, masks and RoPE bases (--restore=WORKDIR)",
     "train": "train one configuration on any task, with checkpoints; the same command again resumes",
     "evaluate": "loss, perplexity and samples of a trained model (--restore=WORKDIR)",

@@ -12,8 +12,6 @@ tail; they do not vanish.
 """
 
 import dataclasses
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,6 +22,7 @@ from experiments import ask, grid
 from experiments.flags import Settings
 from experiments.grid import Arm
 from experiments.observe import attention_statistics
+from experiments.observed import at_mark, before_and_after, over_training
 from experiments.sections import Section
 from experiments.sweep import Outcome, Question
 from transformer_jax.config import Config, Hyper
@@ -122,18 +121,12 @@ def identity(config: Config) -> Identity:
 def sections(outcome: Outcome, results: dict[str, Any]) -> list[Section]:
     """The report's own parts: gradients at step 0, scores over training, and the claims."""
     arms = results["arms"]
-    return [_gradients(arms), _attention(arms), *_over_training(arms), _claims(outcome, arms)]
-
-
-def _at(arm: dict[str, Any], name: str, mark: int = 0, layer: int | None = None) -> float:
-    """A measurement at a mark (0 first, -1 last), of a layer or the mean of the layers."""
-    row = [np.nan if x is None else x for x in arm["observed"][name][mark]]
-    return float(np.mean(row) if layer is None else row[layer])
+    return [_gradients(arms), before_and_after(arms), *_over_training(arms), _claims(outcome, arms)]
 
 
 def _gradients(arms: list[dict[str, Any]]) -> Section:
     names = ["grad_q_mean", "grad_q_median", "grad_q_p10", "grad_v_mean", "grad_v_p10", "grad_qk_norm", "grad_vo_norm"]
-    rows = [[arm["name"], *(f"{_at(arm, name):.3g}" for name in names)] for arm in arms]
+    rows = [[arm["name"], *(f"{at_mark(arm, name):.3g}" for name in names)] for arm in arms]
     return Section(
         "Gradients before the first step",
         "Norms of the summed loss's gradient with respect to every query and value vector (mean, median, 10th "
@@ -144,42 +137,13 @@ def _gradients(arms: list[dict[str, Any]]) -> Section:
     )
 
 
-def _attention(arms: list[dict[str, Any]]) -> Section:
-    names = ("score_variance", "attention_entropy", "attention_max")
-    rows = [[arm["name"], *(f"{_at(arm, name, m):.3g}" for name in names for m in (0, -1))] for arm in arms]
-    return Section(
-        "What attention looks like, before and after training",
-        "Variance of the scores over visible pairs, entropy of the attention rows in nats, and the largest weight of a "
-        "row; means over layers and seeds, each arm at its best learning rate.",
-        ("arm", "var, first", "var, last", "entropy, first", "entropy, last", "largest, first", "largest, last"),
-        rows,
-    )
-
-
 def _over_training(arms: list[dict[str, Any]]) -> list[Section]:
     """A plot of the score variance and one of the entropy, a line for each arm and layer."""
     text = "Claim B17: the variance is 1 (scaled) or d_k (unscaled) at the first step, not always."
     return [
-        Section("Variance of the scores over training", text, figure=_figure(arms, "score_variance", log=True)),
-        Section("Entropy of attention over training", figure=_figure(arms, "attention_entropy", log=False)),
+        over_training(arms, "score_variance", Section("Variance of the scores over training", text), log=True),
+        over_training(arms, "attention_entropy", Section("Entropy of attention over training")),
     ]
-
-
-def _figure(arms: list[dict[str, Any]], name: str, log: bool) -> tuple[str, Callable[[Path], None]]:
-    marks = arms[0]["observed"]["marks"]
-    layers = range(len(arms[0]["observed"][name][0]))
-    series = {
-        f"{arm['name']}, layer {layer + 1}": [_at(arm, name, m, layer) for m in range(len(marks))]
-        for arm in arms
-        for layer in layers
-    }
-
-    def draw(path: Path) -> None:
-        from experiments.plots import lines
-
-        lines(path, marks, series, x_label="step", y_label=name.replace("_", " "), log_y=log)
-
-    return f"{name}.png", draw
 
 
 def _claims(outcome: Outcome, arms: list[dict[str, Any]]) -> Section:
@@ -193,23 +157,28 @@ def _claims(outcome: Outcome, arms: list[dict[str, Any]]) -> Section:
         off, on = at.get((width, 0.0)), at.get((width, 0.5))
         if off:
             rows.append(
-                ("B04", f"Var(q·k)/d_k at the start, d_k={width}", "1", f"{_at(off, 'dot_variance') / width:.3f}")
+                ("B04", f"Var(q·k)/d_k at the start, d_k={width}", "1", f"{at_mark(off, 'dot_variance') / width:.3f}")
             )
         if off and on:
             for name, label in (("grad_q_mean", "mean"), ("grad_q_p10", "10th percentile")):
-                measured = f"{_at(on, name):.3g} scaled, {_at(off, name):.3g} unscaled"
+                measured = f"{at_mark(on, name):.3g} scaled, {at_mark(off, name):.3g} unscaled"
                 rows.append(
                     ("B12", f"unscaled gradients vanish: {label} of ‖dL/dq‖, d_k={width}", "unscaled 0", measured)
                 )
         if on:
             uniform = float(np.mean(np.log(np.arange(2, on["config"]["seq_len"] + 1))))
-            entropy = f"{_at(on, 'attention_entropy'):.3f} of {uniform:.3f} nats"
+            entropy = f"{at_mark(on, 'attention_entropy'):.3f} of {uniform:.3f} nats"
             rows += [
-                ("B16", f"scaled scores' variance at the start, d_k={width}", "1", f"{_at(on, 'score_variance'):.3f}"),
-                ("B17", f"and after training, d_k={width}", "1", f"{_at(on, 'score_variance', -1):.3f}"),
+                (
+                    "B16",
+                    f"scaled scores' variance at the start, d_k={width}",
+                    "1",
+                    f"{at_mark(on, 'score_variance'):.3f}",
+                ),
+                ("B17", f"and after training, d_k={width}", "1", f"{at_mark(on, 'score_variance', -1):.3f}"),
                 ("B18", f"scaled attention starts even: its entropy, d_k={width}", "all of it", entropy),
             ]
-    entropies = [_at(at[width, 0.5], "attention_entropy") for width in widths if (width, 0.5) in at]
+    entropies = [at_mark(at[width, 0.5], "attention_entropy") for width in widths if (width, 0.5) in at]
     if len(entropies) > 1:
         spread = f"{np.ptp(entropies):.4f} nats"
         rows.append(("B19", "scaled entropy at the start does not depend on d_k: its spread", "0", spread))

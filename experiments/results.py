@@ -20,6 +20,7 @@ LABELS = {
     "report_accuracy": "next-token accuracy",
     "train_loss": "training loss, last tenth",
     "report_honest_loss": "honest loss",
+    "report_excess_loss": "excess loss",
 }
 
 
@@ -202,5 +203,5 @@ def mean_curves(outcome: Outcome, i: int, rate: float) -> dict[str, np.ndarray]:
     values = np.stack([run.measured[outcome.question.primary.replace("_loss", "_curve")] for run in runs])
     bands = [stats.mean_interval([number(x) for x in values[:, m]]) for m in range(len(marks))]
     table = np.array([[np.nan if x is None else x for x in band] for band in bands])
-    loss = np.stack([run.loss for run in runs])
+    loss = np.stack([run.loss for run in runs]) - outcome.question.floor(outcome.question.arms[i].config)
     return {"marks": marks, "mean": table[:, 0], "low": table[:, 1], "high": table[:, 2], "loss": loss}

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,18 @@ SAVE_SECONDS = 20.0  # between saves, unless --checkpoint_every asks for every c
 CERTIFIED_STEPS = 100
 
 
+def no_floor(config: Config) -> float:
+    """For a primary loss that is shown as it is."""
+    return 0.0
+
+
 @dataclasses.dataclass(frozen=True)
 class Question:
     """What a sweep asks. Arms are compared on `primary` (lower is better), each at its own best rate.
 
     comparisons: at most six pairs of arm names, fixed before the run. losses: name -> what is
-    measured on both splits beside the loss, and may be `primary`.
+    measured on both splits beside the loss, and may be `primary`. floor: what `primary` leaves out of an
+    arm's loss; it is taken off the training losses that are drawn beside it.
     """
 
     name: str
@@ -39,6 +45,7 @@ class Question:
     losses: Mapping[str, programs.Loss] = dataclasses.field(default_factory=dict)
     primary: str = "report_loss"
     selection: str = "selection_loss"
+    floor: Callable[[Config], float] = no_floor
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ MAX_STATES = 64  # an order-2 table has states³ entries: 1 MiB on the device at
 TABLE_SEED = 20170612
 SHARPNESS = 3.0
 UNIFORM_PART = 0.05
+ORDER = 2  # of the chain that a Config names: order 1 needs no attention at all
 
 
 def transition_table(states: int, order: int) -> np.ndarray:
@@ -48,6 +49,11 @@ def stationary(table: np.ndarray) -> np.ndarray:
     return after
 
 
+def chain_of(config: Config) -> np.ndarray:
+    """The `transition_table` of the chain that a model of `config` (its vocabulary known) learns from."""
+    return transition_table(min(config.V, MAX_STATES), ORDER)
+
+
 def _entropy(chance: np.ndarray) -> float:
     return float(-(chance * np.log(chance)).sum())
 
@@ -76,12 +82,11 @@ def _cumulative(chance: np.ndarray) -> jax.Array:
     return jnp.asarray(upper, jnp.float32)
 
 
-def markov_task(config: Config, order: int = 2) -> Task:
+def markov_task(config: Config, order: int = ORDER) -> Task:
     """A chain of order 1 or 2 over the first min(V, 64) ids; all targets count.
 
     data: {"start_C": float32, "next_CV": float32}, cumulative chances of the first context
-    and of the next symbol, C = states**order. Order 2 is the default because order 1
-    needs no attention at all. floor: `mean_floor`, exact for this seq_len.
+    and of the next symbol, C = states**order. floor: `mean_floor`, exact for this seq_len.
     Raises DataError for vocab_size below 2, an architecture other than "decoder" (an
     encoder would see the next symbol), and an order other than 1 or 2.
     """
