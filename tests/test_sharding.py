@@ -188,7 +188,7 @@ MISTAKES = {
     "data:two": "data is 'two'",
     "data:2,": "'' is not AXIS:SIZE",
     "data": "'data' is not AXIS:SIZE",
-    "data:4,fsdp:3": "--mesh=data:4,fsdp:3 is 12 devices, this machine has 8",
+    "data:4,fsdp:3": "--mesh=data:4,fsdp:3 is 12 devices, there are 8 of kind cpu",
 }  # fmt: skip
 
 
