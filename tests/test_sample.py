@@ -25,6 +25,7 @@ from transformer_jax.data import END, START, make_task
 from transformer_jax.decode import generate
 from transformer_jax.encoder_decoder import init_transformer
 from transformer_jax.samplers import Sampler
+from transformer_jax.saver import Saver
 from transformer_jax.train import init_state
 
 pytestmark = pytest.mark.usefixtures("quick_decoding")
@@ -52,7 +53,7 @@ def reverse(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     open_workdir(str(folder), train.identity(config, hyper, 0, make_task(config)), {"steps": config.steps})
     state = jit(lambda: init_state(config, hyper, run_key(0)))()
-    with checkpoint.Saver(folder / "checkpoints", keep=1) as saver:
+    with Saver(folder / "checkpoints", keep=1) as saver:
         saver.save(0, state, {"step": 0})
     return folder
 
