@@ -18,7 +18,7 @@ from experiments.decoding import misfit
 from transformer_jax.config import Config, Hyper
 from transformer_jax.decode import generate
 from transformer_jax.encoder_decoder import Transformer, init_transformer
-from transformer_jax.errors import ConfigError
+from transformer_jax.errors import ConfigError, UserError
 from transformer_jax.exact import Outcomes, distribution, outcomes
 from transformer_jax.samplers import Sampler
 
@@ -188,10 +188,29 @@ def test_a_translation_follows_its_source() -> None:
 def test_too_many_sequences_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"4\*\*9 sequences"):
         outcomes(parameters(), CONFIG, HYPER, PROMPT, max_new_tokens=9)
-    with pytest.raises(ConfigError, match="a prompt of 0 ids"):
-        outcomes(parameters(), CONFIG, HYPER, [], max_new_tokens=2)
-    with pytest.raises(ConfigError, match="mask=none"):
-        outcomes(parameters(), CONFIG.replace(mask="none"), HYPER, PROMPT, max_new_tokens=2)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "prompt 0 is empty": ({}, {"prompt": []}),
+    "max_new_tokens=0 is out of range": ({}, {"max_new_tokens": 0}),
+    "mask=none lets a position see later ones": ({"mask": "none"}, {}),
+    "prefix=8 with 2 prompt tokens": ({"mask": "prefix"}, {}),
+    "architecture=decoder has no sources": ({}, {"source": [1]}),
+    "architecture=encoder_decoder needs sources": ({"architecture": "encoder_decoder"}, {}),
+    "source 0 is empty": ({"architecture": "encoder_decoder"}, {"source": []}),
+    "id 4 at 1 is outside the vocabulary of 4": ({"architecture": "encoder_decoder"}, {"source": [1, 4]}),
+    "a source of 9 is past the position table (max_positions=8)": (
+        {"architecture": "encoder_decoder", "positions": "learned", "max_positions": 8}, {"source": [1] * 9}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_generate_refuses_is_refused(message: str) -> None:
+    changes, options = REFUSED[message]
+    options = {"prompt": PROMPT, "max_new_tokens": 2} | options
+    with pytest.raises(UserError) as error:
+        outcomes(None, CONFIG.replace(**changes), HYPER, options.pop("prompt"), **options)  # pyright: ignore
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 # --- the lab as an experiment -----------------------------------------------------------
