@@ -27,7 +27,7 @@ class Question:
     """What a sweep asks. Arms are compared on `primary` (lower is better), each at its own best rate.
 
     comparisons: at most six pairs of arm names, fixed before the run. losses: name -> what is
-    measured on both splits beside the loss, and may be `primary`.
+    measured on both splits beside the loss, and may be `primary`. notes: lines for the results.
     """
 
     name: str
@@ -39,6 +39,7 @@ class Question:
     losses: Mapping[str, programs.Loss] = dataclasses.field(default_factory=dict)
     primary: str = "report_loss"
     selection: str = "selection_loss"
+    notes: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +113,7 @@ def run_sweep(
     chunk: steps a call (0: a sixth of the run, at most 50). checkpoint_every: steps
     between saves (0: by time). stop: asked at each chunk's end; the state is saved first.
     """
-    start, outcome = time.monotonic(), Outcome(question, seeds)
+    start, outcome = time.monotonic(), Outcome(question, seeds, notes=list(question.notes))
     groups = [
         (f"group{g}_seeds{first}-{last - 1}", group)
         for first, last in blocks
