@@ -229,7 +229,18 @@ def test_the_lab_holds_samplers_to_the_list(
     assert found["top_p 0.7"]["mode"] == list(listed.mode)
     assert found["top_p 0.7"]["expected_length"] == pytest.approx(listed.expected_length, abs=1e-6)
     assert f"{listed.entropy:.3f}" in capsys.readouterr().out
-    warm = decoding.drawn(parameters(), CONFIG, SAMPLERS["warm and top-p"], jax.random.key(1))
+    other = [*command[:2], f"--workdir={tmp_path / 'capped'}", "--final_softcap=0.4"]
+    assert launch.main(other) == 0
+    assert launch.main([*other[:2], command[2], *other[3:]]) == 2
+    assert "hyper.final_softcap is 0.0 there, 0.4 here" in capsys.readouterr().err
+    capped = json.loads((tmp_path / "capped" / "results.json").read_text())["settings"]
+    with_term, hyper = CONFIG.replace(terms=("final_softcap",)), HYPER.replace(final_softcap=0.4)
+    listed = outcomes(
+        parameters(), with_term, hyper, PROMPT, SAMPLERS["top-p"], max_new_tokens=NEW, stop_ids=(STOP,)
+    )  # fmt: skip
+    assert capped["top_p 0.7"]["entropy"] == pytest.approx(listed.entropy, abs=1e-6)
+    assert abs(listed.entropy - found["top_p 0.7"]["entropy"]) > 0.1
+    warm = decoding.drawn(parameters(), CONFIG, HYPER, SAMPLERS["warm and top-p"], jax.random.key(1))
     monkeypatch.setattr(decoding, "drawn", lambda *_: warm)
     assert launch.main(command) == 1
     assert "NOT as listed: greedy, top_p 0.7" in capsys.readouterr().out
