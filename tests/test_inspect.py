@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import launch
-from experiments import loop, restoring
+from experiments import loop, restoring, sample
 from experiments.evaluate import saved_configuration
 from tests.test_checkpoint import biggest, flip
 from transformer_jax import checkpoint
+from transformer_jax.config import Config, Hyper
 from transformer_jax.errors import CheckpointError, UserError
 from transformer_jax.saver import Saver
 
@@ -163,6 +164,33 @@ def test_the_same_command_resumes_and_another_source_is_refused(
     assert fine_tune(trained, tmp_path / "w") == 0
     assert fine_tune(trained, tmp_path / "w", "--restore_step=5") == 2
     assert "restore_step is '' there, '5' here" in capsys.readouterr().err
+
+
+def test_the_text_of_the_step_that_is_named(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for which in ("5", "best"):
+        given = []
+        monkeypatch.setattr(sample, "stream", lambda found, *rest, given=given, **options: given.append(found) or [])
+        command = ["--experiment=sample", f"--restore={trained}", "--prompt=a >", f"--restore_step={which}"]
+        assert launch.main(["launch.py", *command]) == 0
+        step = restoring.chosen_step(trained / "checkpoints", which)
+        assert f"{trained}, step {step}\n" in capsys.readouterr().err
+        want = params(trained, which)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(given[0]):
+            np.testing.assert_array_equal(leaf, want[jax.tree_util.keystr(path, simple=True, separator="/")])
+
+
+def test_settings_that_are_changed_bring_their_terms_and_their_band() -> None:
+    config = Config(mask="window", attention_implementation="banded", band=4, terms=("clip",), seq_len=16)
+    found, hyper = restoring.changed(config, Hyper(window=4), {"window": 9, "final_softcap": 5.0})
+    assert (found.band, hyper.window, hyper.final_softcap) == (9, 9, 5.0)
+    assert found.terms == ("clip", "final_softcap")
+    assert restoring.changed(config, Hyper(window=4), {"band": 7})[0].band == 7
+    with pytest.raises(UserError, match="band=7 is narrower than window=9"):
+        restoring.changed(config, Hyper(window=4), {"band": 7, "window": 9})
+    with pytest.raises(UserError, match="window=17 is wider than a row"):
+        restoring.changed(config, Hyper(window=4), {"window": 17})
 
 
 def test_no_measured_checkpoint_has_no_best(tmp_path: Path) -> None:

@@ -111,6 +111,15 @@ def test_text_comes_as_it_is_written(text: Path, capsys: pytest.CaptureFixture[s
     assert seen == ["xn", "", "é", "", "", "€"]
 
 
+def test_a_term_that_was_not_trained_with_is_in_the_program(text: Path, monkeypatch: Any) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(sample, "stream", lambda params, config, hyper, *a, **o: given.append((config, hyper)) or [])
+    command = ["launch.py", "--experiment=sample", f"--restore={text}", "--prompt=x", "--attention_softcap=3"]
+    assert launch.main(command) == 0
+    ((config, hyper),) = given
+    assert config.terms == ("clip", "attention_softcap") and hyper.attention_softcap == 3
+
+
 def test_no_character_is_ever_cut() -> None:
     show = sample._bytes_shower()
     parts = [show([byte]) for byte in "aé€😀".encode()]
