@@ -234,7 +234,7 @@ def test_the_lab_holds_samplers_to_the_list(
     assert launch.main([*other[:2], command[2], *other[3:]]) == 2
     assert "hyper.final_softcap is 0.0 there, 0.4 here" in capsys.readouterr().err
     capped = json.loads((tmp_path / "capped" / "results.json").read_text())["settings"]
-    with_term, hyper = CONFIG.replace(terms=("final_softcap",)), HYPER.replace(final_softcap=0.4)
+    with_term, hyper = CONFIG.replace(terms=("final_softcap",)), dataclasses.replace(HYPER, final_softcap=0.4)
     listed = outcomes(
         parameters(), with_term, hyper, PROMPT, SAMPLERS["top-p"], max_new_tokens=NEW, stop_ids=(STOP,)
     )  # fmt: skip
