@@ -19,7 +19,7 @@ import numpy as np
 from experiments.flags import Settings
 from experiments.terminal import console_of, say, table
 from experiments.workdir import open_workdir
-from transformer_jax.config import Config, Hyper, to_dict
+from transformer_jax.config import Config, Hyper, to_dict, with_terms
 from transformer_jax.decode import generate
 from transformer_jax.encoder_decoder import Transformer, init_transformer
 from transformer_jax.exact import Outcomes, outcomes
@@ -57,12 +57,14 @@ SETTINGS = {
 Counts = Mapping[tuple[int, ...], int]
 
 
-def drawn(params: Transformer, config: Config, sampler: Sampler, key: jax.Array) -> dict[tuple[int, ...], int]:
+def drawn(
+    params: Transformer, config: Config, hyper: Hyper, sampler: Sampler, key: jax.Array
+) -> dict[tuple[int, ...], int]:
     """How often `generate` wrote each sequence, of ROWS times ROUNDS."""
     counts: dict[tuple[int, ...], int] = {}
     for start in range(0, ROWS * ROUNDS, ROWS):
         made = generate(
-            params, config, Hyper(), [list(PROMPT)] * ROWS, key, max_new_tokens=NEW, sampler=sampler,
+            params, config, hyper, [list(PROMPT)] * ROWS, key, max_new_tokens=NEW, sampler=sampler,
             stop_ids=(STOP,), row_ids=range(start, start + ROWS),
         )  # fmt: skip
         for ids, length in zip(np.asarray(made.ids_BT).tolist(), np.asarray(made.lengths_B).tolist(), strict=True):
@@ -97,20 +99,22 @@ def distance(counts: Counts, found: Outcomes) -> float:
 
 def run(settings: Settings) -> int:
     """Print the table, write results.json where a workdir is given; 0 if every setting fits its list, else 1."""
-    config, _ = settings.configure(BASE)
+    config, hyper = settings.configure(BASE)
+    config = with_terms(config, [hyper])
     asked = {field: getattr(settings, flag) for flag, field in SAMPLING.items() if flag in settings.given}
     tried = {"as asked": Sampler(**asked)} if asked else SETTINGS
     for sampler in tried.values():
         check_sampler(sampler, config.V)
     workdir = None
     if settings.workdir:
-        identity = {"experiment": "decoding", "config": to_dict(config), "seed": settings.seed, "asked": asked}
+        identity = {"experiment": "decoding", "config": to_dict(config), "hyper": to_dict(hyper)}
+        identity |= {"seed": settings.seed, "asked": asked}
         workdir = open_workdir(settings.workdir, identity, {}, overwrite=settings.overwrite)
     params = jax.tree.map(lambda x: SPREAD * x, init_transformer(jax.random.key(settings.seed + 3), config))
     rows, found = [], {}
     for name, sampler in tried.items():
-        exact = outcomes(params, config, Hyper(), PROMPT, sampler, max_new_tokens=NEW, stop_ids=(STOP,))
-        counts = drawn(params, config, sampler, jax.random.key(settings.seed + 11))
+        exact = outcomes(params, config, hyper, PROMPT, sampler, max_new_tokens=NEW, stop_ids=(STOP,))
+        counts = drawn(params, config, hyper, sampler, jax.random.key(settings.seed + 11))
         p = misfit(counts, exact)
         found[name] = {
             "sampler": dataclasses.asdict(sampler),

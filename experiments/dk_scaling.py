@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import ask, grid
+from experiments import ask, grid, stats
 from experiments.flags import Settings
 from experiments.grid import Arm
 from experiments.observe import attention_statistics
@@ -79,13 +79,15 @@ def question(settings: Settings) -> Question:
     ]
     if full:  # three widths and two optimisers are more than a family of six: on against off, each
         pairs = [pair for pair in pairs if " off" in pair[1]]
+    kept, notes = stats.first_pairs(pairs)
     return Question(
         name="dk_scaling",
         title="What does dividing attention scores by √d_k buy?",
         arms=arms,
         learning_rates=tuple(sorted(rates)),
-        comparisons=tuple(pairs[:6]),
+        comparisons=kept,
         observe=attention_statistics,
+        notes=notes,
     )
 
 

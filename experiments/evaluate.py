@@ -10,7 +10,7 @@ from training; what changes a parameter's shape is refused with a list of what d
 
 from pathlib import Path
 
-from experiments import grid, processes, restoring
+from experiments import processes, restoring
 from experiments.flags import Settings
 from experiments.workdir import WorkdirError, read_json
 from transformer_jax import sharding
@@ -41,7 +41,7 @@ def run(settings: Settings) -> int:
 
     mesh = sharding.from_text(settings.mesh)
     trained, trained_hyper = saved_configuration(settings.restore)
-    config, hyper = grid.changed(trained, trained_hyper, settings.overrides)
+    config, hyper = restoring.changed(trained, trained_hyper, settings.overrides)
     task = loop.place_task(make_task(config), mesh)
     saves = Path(settings.restore) / "checkpoints"
     restored = restoring.restore_state(saves, loop.abstract_state(config, hyper, mesh), settings.restore_step)

@@ -93,7 +93,7 @@ def case(name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     keys = np.arange(T)
     if name == "causal + padding":
         second[1] &= keys[None] < 3
-    elif name == "no key":  # padding on the left: the first three rows see only themselves and each other
+    elif name == "no key":  # padding on the left: the first three rows see nothing
         first[1] &= keys[None] >= 3
     elif name == "no key, twice":
         first[1, 2] = second[1, 2] = False

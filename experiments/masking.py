@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import ask, grid, mask_constants, report, results, trained
+from experiments import ask, grid, mask_constants, report, results, stats, trained
 from experiments.flags import Settings
 from experiments.grid import Arm, Run
 from experiments.honest import honest, seen
@@ -91,15 +91,17 @@ def question(settings: Settings) -> Question:
             names = {"none": "no mask", "prefix": f"prefix {hyper.prefix}"}
             arms.append(Arm(names.get(kind) or kind.replace("_", "-"), of, hyper))
     arms = grid.with_shared_terms(grid.cross(arms, extra))
+    pairs, notes = stats.first_pairs(_pairs(arms))
     return Question(
         name="masking",
         title="What does each mask let a model learn, and which ones cheat?",
         arms=arms,
         learning_rates=tuple(sorted(rates)),
-        comparisons=tuple(_pairs(arms)[:6]),
+        comparisons=pairs,
         losses={"honest": honest, "seen": seen},
         primary="report_honest_loss",
         selection="selection_honest_loss",
+        notes=notes,
     )
 
 

@@ -17,13 +17,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments import evaluate, results, trained
+from experiments import evaluate, restoring, results, trained
 from experiments.flags import Settings
-from experiments.grid import Run, changed
+from experiments.grid import Run
 from experiments.program import stack
 from experiments.workdir import WorkdirError, open_workdir, read_json
-from transformer_jax import checkpoint, sharding, train
-from transformer_jax.config import Config, Hyper, to_dict, with_terms
+from transformer_jax import checkpoint, masks, sharding, train
+from transformer_jax.config import Config, Hyper, to_dict
 from transformer_jax.data import make_task, resolve
 from transformer_jax.encoder_decoder import Transformer
 from transformer_jax.errors import ConfigError
@@ -42,12 +42,17 @@ SIZED_MASKS = {"window": (4, 16, 64), "prefix": (4, 16)}
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """An arm: its settings, and the parameters of each seed, on the host."""
+    """An arm: its settings, the parameters of each seed, on the host, and the steps that these were trained for.
+
+    notes: lines on checkpoints that were passed over.
+    """
 
     name: str
     config: Config
     hyper: Hyper
     params: Sequence[Transformer]
+    step: int
+    notes: Sequence[str] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,19 +76,23 @@ def rows_of(restore: str) -> list[Row]:
 
         config, hyper = evaluate.saved_configuration(restore)
         found = checkpoint.restore_latest(folder / "checkpoints", abstract_state(config, hyper))
-        return [Row("trained", config, hyper, [found.state.params])]
+        return [Row("trained", config, hyper, [found.state.params], found.step, found.notes)]
     answer = read_json(folder / "results.json")
     if answer is None or "arms" not in answer:
         raise WorkdirError(f"--restore={restore} holds no finished sweep: results.json with arms is wanted")
     models, rows = trained.models(folder), []
     for i, arm in enumerate(answer["arms"]):
         of = [models[Run(i, arm["best_learning_rate"], seed)] for seed in range(answer["seeds"])]
-        rows.append(Row(arm["name"], of[0].config, of[0].hyper, [model.params for model in of]))
+        rows.append(Row(arm["name"], of[0].config, of[0].hyper, [model.params for model in of], of[0].step))
     return rows
 
 
-def settings_of(rows: Sequence[Row]) -> list[Setting]:
-    """What makes sense for all rows: masks where there is a decoder that can have them, RoPE's base with RoPE."""
+def settings_of(rows: Sequence[Row]) -> tuple[list[Setting], list[str]]:
+    """What makes sense for all rows, and notes on masks that do not.
+
+    Masks where there is a decoder that can have them, RoPE's base with RoPE. A mask under which t5 positions
+    have buckets in both directions where the training had one, or the other way round, would ask about the buckets.
+    """
     configs = [row.config for row in rows]
     made = [Setting(AS_TRAINED, {})]
     for name, values in NUMBERS.items():
@@ -91,12 +100,20 @@ def settings_of(rows: Sequence[Row]) -> list[Setting]:
             continue
         made += [Setting(f"{name} {value:g}", {name: value}) for value in values]
     if any(config.architecture == "encoder" or config.attention_implementation == "linear" for config in configs):
-        return made
+        return made, []
     shortest = min(config.seq_len for config in configs)
-    made += [Setting(f"mask {mask}", {"mask": mask}) for mask in MASKS]
+    tried = [Setting(f"mask {mask}", {"mask": mask}) for mask in MASKS]
     for mask, sizes in SIZED_MASKS.items():
-        made += [Setting(f"mask {mask} {n}", {"mask": mask, mask: n}) for n in sizes if n <= shortest]
-    return made
+        tried += [Setting(f"mask {mask} {n}", {"mask": mask, mask: n}) for n in sizes if n <= shortest]
+    out = [one.name for one in tried if any(_other_buckets(config, one.changes["mask"]) for config in configs)]
+    made += [one for one in tried if one.name not in out]
+    return made, [f"left out, as the buckets of t5 positions would be others: {', '.join(out)}"] if out else []
+
+
+def _other_buckets(config: Config, mask: str) -> bool:
+    """Whether another mask changes which distances t5's buckets are for."""
+    ways = (masks.looks_back(masks.from_config(one, Hyper())) for one in (config, config.replace(mask=mask)))
+    return config.positions == "t5" and len(set(ways)) > 1
 
 
 def losses(rows: Sequence[Row], settings: Sequence[Setting]) -> np.ndarray:
@@ -104,9 +121,7 @@ def losses(rows: Sequence[Row], settings: Sequence[Setting]) -> np.ndarray:
     jobs: dict[Config, list[tuple[int, int, Hyper]]] = {}
     for i, row in enumerate(rows):
         for j, setting in enumerate(settings):
-            config, hyper = changed(row.config, row.hyper, setting.changes)
-            # The band follows the windows; the rate of a training that is over is no setting.
-            config = with_terms(config.replace(band=0), [hyper])
+            config, hyper = restoring.changed(row.config, row.hyper, setting.changes)
             jobs.setdefault(config, []).append((i, j, hyper))
     out = np.full((len(rows), len(settings), len(rows[0].params)), np.nan)
     for config, of in jobs.items():
@@ -138,7 +153,9 @@ def _evaluate(config: Config, params_R: Any, which: Sequence[int], hypers: Seque
     return np.asarray(every(*args))[: len(which)]
 
 
-def build(rows: Sequence[Row], settings: Sequence[Setting], found: np.ndarray, restore: str) -> dict[str, Any]:
+def build(
+    rows: Sequence[Row], settings: Sequence[Setting], found: np.ndarray, restore: str, notes: Sequence[str] = ()
+) -> dict[str, Any]:
     """results.json: each setting is a metric of each arm; `difference` is less the arm's own, seed by seed."""
     arms = []
     for row, losses in zip(rows, found, strict=True):
@@ -147,7 +164,8 @@ def build(rows: Sequence[Row], settings: Sequence[Setting], found: np.ndarray, r
             values, apart = ([results.number(x) for x in of] for of in (loss, loss - losses[0]))
             per_setting[setting.name] = results.summarise(values) | {"difference": results.summarise(apart)}
         hyper = to_dict(row.hyper)
-        arms.append({"name": row.name, "config": to_dict(row.config), "hyper": hyper, "metrics": per_setting})
+        config = to_dict(row.config)
+        arms.append({"name": row.name, "config": config, "hyper": hyper, "step": row.step, "metrics": per_setting})
     return {
         "experiment": "matrix",
         "title": TITLE,
@@ -156,6 +174,7 @@ def build(rows: Sequence[Row], settings: Sequence[Setting], found: np.ndarray, r
         "seeds": len(rows[0].params),
         "settings": [{"name": setting.name, "changes": dict(setting.changes)} for setting in settings],
         "arms": arms,
+        "notes": [*notes],
     }
 
 
@@ -165,11 +184,15 @@ def run(settings: Settings) -> int:
         raise ConfigError(f"--{min(settings.overrides)} has no effect in --experiment=matrix: leave it out")
     sharding.use_cpu_cores()
     rows = rows_of(settings.restore)
-    columns = settings_of(rows)
+    columns, notes = settings_of(rows)
+    notes += [note for row in rows for note in row.notes]
     identity = {
         "experiment": "matrix",
         "restored": str(Path(settings.restore).resolve()),
-        "arms": {row.name: {"config": to_dict(row.config), "hyper": to_dict(row.hyper)} for row in rows},
+        "arms": {
+            row.name: {"config": to_dict(row.config), "hyper": to_dict(row.hyper), "step": row.step} for row in rows
+        },
+        "seeds": len(rows[0].params),
         "settings": [setting.name for setting in columns],
         "data": make_task(resolve(rows[0].config)).sha256,
     }
@@ -178,7 +201,7 @@ def run(settings: Settings) -> int:
 
     found = workdir.finished()
     if found is None:
-        found = build(rows, columns, losses(rows, columns), settings.restore)
+        found = build(rows, columns, losses(rows, columns), settings.restore, notes)
         report_matrix.write(workdir.path, found)
         workdir.write("results.json", found)  # last: it says that the run is finished
     report_matrix.show(found, workdir.path)

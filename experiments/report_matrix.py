@@ -29,6 +29,11 @@ def table(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     return ["setting", *(arm["name"] for arm in arms)], rows
 
 
+def steps(found: Mapping[str, Any]) -> str:
+    """The steps that the models were trained for, in words."""
+    return "step " + ", ".join(f"{step}" for step in sorted({arm["step"] for arm in found["arms"]}))
+
+
 def differences(found: Mapping[str, Any]) -> np.ndarray:
     """[settings, arms], the first setting (as trained) left out; NaN where there is none."""
     cells = [
@@ -70,7 +75,13 @@ def write(folder: Path, found: Mapping[str, Any]) -> Path:
     """matrix.png and report.html, which holds a copy of it; the page's path."""
     draw(folder / PICTURE, found)
     header, rows = table(found)
-    shown = {"results": found, "header": header, "rows": rows, "picture": image(folder / PICTURE)}
+    shown = {
+        "results": found,
+        "header": header,
+        "rows": rows,
+        "steps": steps(found),
+        "picture": image(folder / PICTURE),
+    }
     page = environment().get_template("matrix.html").render(shown | context_of_run(folder))
     return write_text(folder / "report.html", page)
 
@@ -82,7 +93,10 @@ def show(found: Mapping[str, Any], folder: Path, console: "Console | None" = Non
     console = terminal.console_of(console)
     terminal.say(console)
     terminal.say(console, found["title"], "bold")
-    terminal.say(console, f"{found['restored']}, mean over {found['seeds']} seeds, {found['unit']}", "dim")
+    of = f"{found['restored']}, {steps(found)}"
+    terminal.say(console, f"{of}, mean over {found['seeds']} seeds, {found['unit']}", "dim")
+    for note in found["notes"]:
+        console.print(Text(note), soft_wrap=True)
     terminal.say(console)
     terminal.table(console, *table(found))
     terminal.say(console)

@@ -1,11 +1,14 @@
-"""Which checkpoint a flag means: --restore=FOLDER and --restore_step."""
+"""What the flags of a trained model mean: --restore=FOLDER, --restore_step, and fields that are changed."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from experiments import grid
 from experiments.workdir import WorkdirError
 from transformer_jax import checkpoint
+from transformer_jax.config import Config, Hyper, with_terms
 from transformer_jax.errors import CheckpointError
 from transformer_jax.saver import Keep
 
@@ -77,6 +80,15 @@ def sound_step(folder: Path, which: str) -> tuple[int, list[str]]:
         else:
             return step, passed
     raise CheckpointError(f"no good checkpoint in {folder}: " + ("; ".join(passed) or "it holds none"))
+
+
+def changed(config: Config, hyper: Hyper, values: Mapping[str, Any]) -> tuple[Config, Hyper]:
+    """A trained model's settings with the fields of `values`; the terms and the band follow the numbers.
+
+    Raises ConfigError for what cannot be: an unknown field, a window wider than a row or a given band.
+    """
+    config, hyper = grid.changed(config, hyper, values)
+    return with_terms(config.replace(band=values.get("band", 0)), [hyper]), hyper
 
 
 def restore_state(folder: Path, like: Any, which: str = "") -> checkpoint.Restored:

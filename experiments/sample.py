@@ -7,6 +7,7 @@ Expected: the prompt and its continuation on stdout, notes on stderr; the same s
 A text model is given text. The other tasks are given ids as their samples show them, with spaces
 between: names (`a`, `>` for the start of an answer, `.` for its end), or the ids' numbers where no
 name is such a number. An encoder-decoder is given its source and writes the answer alone.
+The model is the newest good checkpoint's, or that of --restore_step (a step, or best).
 What is done with the probabilities, and in which order, is in transformer_jax/samplers.py.
 """
 
@@ -18,10 +19,9 @@ from pathlib import Path
 
 import jax
 
-from experiments import grid
+from experiments import restoring
 from experiments.evaluate import saved_configuration
 from experiments.flags import Settings
-from transformer_jax import checkpoint
 from transformer_jax.cache import check_cacheable, check_positions
 from transformer_jax.config import Config
 from transformer_jax.data import END, START, check_ids, make_task
@@ -30,8 +30,8 @@ from transformer_jax.errors import ConfigError, unknown
 from transformer_jax.samplers import Sampler, check_sampler
 
 FLAGS = (
-    "restore", "prompt", "sample_temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens",
-    "num_samples", "seed", "stop",
+    "restore", "restore_step", "prompt", "sample_temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+    "max_new_tokens", "num_samples", "seed", "stop",
 )  # fmt: skip
 NEWLINE = 10
 
@@ -107,7 +107,7 @@ def run(settings: Settings) -> int:
     from experiments import loop
 
     trained, trained_hyper = saved_configuration(settings.restore)
-    config, hyper = grid.changed(trained, trained_hyper, settings.overrides)
+    config, hyper = restoring.changed(trained, trained_hyper, settings.overrides)
     check_cacheable(config)
     sampler = Sampler(
         settings.sample_temperature, settings.top_k, settings.top_p, settings.min_p, settings.repetition_penalty
@@ -122,7 +122,8 @@ def run(settings: Settings) -> int:
         raise ConfigError(f"--prompt has all of seq_len={config.seq_len} tokens: give --max_new_tokens")
     total = len(prompt) + count
     check_positions(config, total, f"--prompt of {len(prompt)} and --max_new_tokens={count}")
-    restored = checkpoint.restore_latest(Path(settings.restore) / "checkpoints", loop.abstract_state(config, hyper))
+    saves = Path(settings.restore) / "checkpoints"
+    restored = restoring.restore_state(saves, loop.abstract_state(config, hyper), settings.restore_step)
     for line in (*restored.notes, f"{settings.restore}, step {restored.step}"):
         note(line)
     if total > config.seq_len:

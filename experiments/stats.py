@@ -263,6 +263,13 @@ def _judge(row: Comparison, d: np.ndarray, alpha: float, family: int) -> Compari
     return dataclasses.replace(row, lower=lower, seeds_needed=needed, verdict="; ".join([verdict, *notes]))
 
 
+def first_pairs(pairs: Sequence[tuple[str, str]]) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
+    """The pairs that are compared, the first six, and a note that names the others."""
+    kept, others = tuple(pairs[:MAX_COMPARISONS]), pairs[MAX_COMPARISONS:]
+    named = ", ".join(f"{a} against {b}" for a, b in others)
+    return kept, (f"not compared, as a family is at most {MAX_COMPARISONS}: {named}",) if others else ()
+
+
 def compare(
     arms: Mapping[str, Sequence[Value]], pairs: Sequence[tuple[str, str]], metric: str, alpha: float = 0.05
 ) -> list[Comparison]:

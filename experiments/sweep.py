@@ -33,7 +33,7 @@ class Question:
 
     comparisons: at most six pairs of arm names, fixed before the run. losses: name -> what is
     measured on both splits beside the loss, and may be `primary`. floor: what `primary` leaves out of an
-    arm's loss; it is taken off the training losses that are drawn beside it.
+    arm's loss; it is taken off the training losses that are drawn beside it. notes: lines for the results.
     """
 
     name: str
@@ -46,6 +46,7 @@ class Question:
     primary: str = "report_loss"
     selection: str = "selection_loss"
     floor: Callable[[Config], float] = no_floor
+    notes: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +120,7 @@ def run_sweep(
     chunk: steps a call (0: a sixth of the run, at most 50). checkpoint_every: steps
     between saves (0: by time). stop: asked at each chunk's end; the state is saved first.
     """
-    start, outcome = time.monotonic(), Outcome(question, seeds)
+    start, outcome = time.monotonic(), Outcome(question, seeds, notes=list(question.notes))
     groups = [
         (f"group{g}_seeds{first}-{last - 1}", group)
         for first, last in blocks

@@ -29,9 +29,9 @@ class Model:
 
 
 def models(folder: Path) -> dict[Run, Model]:
-    """Every model of the sweep in workdir `folder`, from the newest good checkpoint of each group.
+    """Every model of the sweep in workdir `folder`, from the last checkpoint of each group.
 
-    Raises WorkdirError where there is none, CheckpointError for damage.
+    Raises WorkdirError where there is none or it is not of the last step, CheckpointError where none is good.
     """
     groups = sorted(folder.glob("checkpoints/group*"))
     if not groups:
@@ -42,6 +42,9 @@ def models(folder: Path) -> dict[Run, Model]:
 def _group(folder: Path) -> dict[Run, Model]:
     restored = checkpoint.restore_latest(folder, _like)
     config, meta = from_dict(Config, restored.meta["config"]), restored.meta
+    if restored.notes or restored.step != config.steps:
+        why = "".join(f" ({note})" for note in restored.notes)
+        raise WorkdirError(f"{folder}: the newest good models are of step {restored.step} of {config.steps}{why}")
     out = {}
     for r, (run, hyper) in enumerate(zip(meta["runs"], meta["hypers"], strict=True)):
         params = jax.tree.map(lambda x, r=r: x[r], restored.state["states"].params)

@@ -180,6 +180,31 @@ def test_a_ring_forgets_what_the_window_does(changes: dict[str, Any]) -> None:
         close(np.asarray(got)[b][np.asarray(real[b])], want[0])
 
 
+def test_a_ring_ends_where_the_positions_do() -> None:
+    """Dynamic scaling would change the cached keys; a learned table has no more rows."""
+    config = SMALL.replace(mask="window", rope_scaling="dynamic")
+    params, tokens = parameters(config), ids(2, 12)
+
+    @jit
+    def through(tokens: jax.Array) -> jax.Array:
+        cache = init_cache(config, 2, ring_slots(HYPER.window, 4), piece=4)
+        real = jnp.asarray([[True], [False]]) | (jnp.arange(12)[None] < 8)
+        return fed(config, params, HYPER, cache, tokens, real, 4)[0]
+
+    got = np.asarray(through(tokens))
+    close(got[:, :8], forward_of(config, tokens[:, :8]))
+    assert np.isnan(got[0, 8:]).all() and np.isfinite(got[1]).all()
+    for most, changes in (
+        ("rope_original_positions=8", {"rope_scaling": "dynamic"}),
+        ("max_positions=15", {"positions": "learned", "max_positions": 15}),
+    ):
+        config = SMALL.replace(mask="window", **changes)
+        held = int(most.split("=")[1]) - 1
+        full = dataclasses.replace(init_cache(config, 1, 6, piece=4), lengths_B=jnp.asarray([held]))
+        with pytest.raises(ConfigError, match=f"a ring of 6 slots: {held + 2} positions .*{most}"):
+            extend(None, config, HYPER, full, tokens[:1, :2])  # pyright: ignore
+
+
 # --- faults of others ---------------------------------------------------------------
 
 
@@ -387,6 +412,28 @@ def test_seeds_reproduce_and_differ() -> None:
 
     assert texts(0) == texts(0) != texts(1)
     assert texts(0)[0] != texts(0)[1]  # equal prompts in two rows are two draws
+
+
+def test_logits_that_are_not_finite_are_refused_where_they_begin() -> None:
+    config = TEXT.replace(tie_embeddings=False, num_layers=1)
+    params, key, prompts = parameters(config), jax.random.key(4), [[3], [4]]
+    made = generate(params, config, HYPER, prompts, key, max_new_tokens=9)
+    bad = int(made.ids_BT[1, 2])  # the id whose reading gives NaN; where it is drawn last, nobody reads it
+    step, row = next((t, b) for t in range(8) for b in range(2) if made.ids_BT[b, t] == bad)
+    embedding = dataclasses.replace(params.embedding, embed_VD=params.embedding.embed_VD.at[bad].set(jnp.nan))
+    params = dataclasses.replace(params, embedding=embedding)
+    assert bad not in (3, 4)
+    message = f"logits are not finite at new token {step + 1} of row {row}"
+    with pytest.raises(ConfigError, match=message):
+        generate(params, config, HYPER, prompts, key, max_new_tokens=9)
+    columns = stream(params, config, HYPER, prompts, key, max_new_tokens=9)
+    for t in range(step + 1):
+        np.testing.assert_array_equal(next(columns), made.ids_BT[:, t])
+    with pytest.raises(ConfigError, match=message):
+        next(columns)
+    # What comes after a row's end is not read.
+    stopped = generate(params, config, HYPER, prompts, key, max_new_tokens=9, stop_ids=(bad,))
+    assert (stopped.ids_BT[row, : step + 1] == made.ids_BT[row, : step + 1]).all()
 
 
 def test_a_batch_of_other_rows_in_another_order_changes_no_row() -> None:

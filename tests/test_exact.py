@@ -18,7 +18,7 @@ from experiments.decoding import misfit
 from transformer_jax.config import Config, Hyper
 from transformer_jax.decode import generate
 from transformer_jax.encoder_decoder import Transformer, init_transformer
-from transformer_jax.errors import ConfigError
+from transformer_jax.errors import ConfigError, UserError
 from transformer_jax.exact import Outcomes, distribution, outcomes
 from transformer_jax.samplers import Sampler
 
@@ -188,10 +188,29 @@ def test_a_translation_follows_its_source() -> None:
 def test_too_many_sequences_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"4\*\*9 sequences"):
         outcomes(parameters(), CONFIG, HYPER, PROMPT, max_new_tokens=9)
-    with pytest.raises(ConfigError, match="a prompt of 0 ids"):
-        outcomes(parameters(), CONFIG, HYPER, [], max_new_tokens=2)
-    with pytest.raises(ConfigError, match="mask=none"):
-        outcomes(parameters(), CONFIG.replace(mask="none"), HYPER, PROMPT, max_new_tokens=2)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "prompt 0 is empty": ({}, {"prompt": []}),
+    "max_new_tokens=0 is out of range": ({}, {"max_new_tokens": 0}),
+    "mask=none lets a position see later ones": ({"mask": "none"}, {}),
+    "prefix=8 with 2 prompt tokens": ({"mask": "prefix"}, {}),
+    "architecture=decoder has no sources": ({}, {"source": [1]}),
+    "architecture=encoder_decoder needs sources": ({"architecture": "encoder_decoder"}, {}),
+    "source 0 is empty": ({"architecture": "encoder_decoder"}, {"source": []}),
+    "id 4 at 1 is outside the vocabulary of 4": ({"architecture": "encoder_decoder"}, {"source": [1, 4]}),
+    "a source of 9 is past the position table (max_positions=8)": (
+        {"architecture": "encoder_decoder", "positions": "learned", "max_positions": 8}, {"source": [1] * 9}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_generate_refuses_is_refused(message: str) -> None:
+    changes, options = REFUSED[message]
+    options = {"prompt": PROMPT, "max_new_tokens": 2} | options
+    with pytest.raises(UserError) as error:
+        outcomes(None, CONFIG.replace(**changes), HYPER, options.pop("prompt"), **options)  # pyright: ignore
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 # --- the lab as an experiment -----------------------------------------------------------
@@ -210,7 +229,18 @@ def test_the_lab_holds_samplers_to_the_list(
     assert found["top_p 0.7"]["mode"] == list(listed.mode)
     assert found["top_p 0.7"]["expected_length"] == pytest.approx(listed.expected_length, abs=1e-6)
     assert f"{listed.entropy:.3f}" in capsys.readouterr().out
-    warm = decoding.drawn(parameters(), CONFIG, SAMPLERS["warm and top-p"], jax.random.key(1))
+    other = [*command[:2], f"--workdir={tmp_path / 'capped'}", "--final_softcap=0.4"]
+    assert launch.main(other) == 0
+    assert launch.main([*other[:2], command[2], *other[3:]]) == 2
+    assert "hyper.final_softcap is 0.0 there, 0.4 here" in capsys.readouterr().err
+    capped = json.loads((tmp_path / "capped" / "results.json").read_text())["settings"]
+    with_term, hyper = CONFIG.replace(terms=("final_softcap",)), dataclasses.replace(HYPER, final_softcap=0.4)
+    listed = outcomes(
+        parameters(), with_term, hyper, PROMPT, SAMPLERS["top-p"], max_new_tokens=NEW, stop_ids=(STOP,)
+    )  # fmt: skip
+    assert capped["top_p 0.7"]["entropy"] == pytest.approx(listed.entropy, abs=1e-6)
+    assert abs(listed.entropy - found["top_p 0.7"]["entropy"]) > 0.1
+    warm = decoding.drawn(parameters(), CONFIG, HYPER, SAMPLERS["warm and top-p"], jax.random.key(1))
     monkeypatch.setattr(decoding, "drawn", lambda *_: warm)
     assert launch.main(command) == 1
     assert "NOT as listed: greedy, top_p 0.7" in capsys.readouterr().out

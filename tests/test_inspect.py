@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 import launch
-from experiments import loop, restoring
+from experiments import loop, restoring, sample
 from experiments.evaluate import saved_configuration
 from tests.test_checkpoint import biggest, flip
 from transformer_jax import checkpoint
+from transformer_jax.config import Config, Hyper
 from transformer_jax.errors import CheckpointError, UserError
 from transformer_jax.saver import Saver
 
@@ -189,6 +190,33 @@ def test_a_diverged_run_ends_and_says_so(tmp_path: Path, capsys: pytest.CaptureF
     assert checkpoint.read_meta(tmp_path / "w" / "checkpoints")["metrics"]["loss"] is None
     assert launch.main(["launch.py", "--experiment=evaluate", f"--restore={tmp_path / 'w'}"]) == 0
     assert "loss diverged" in capsys.readouterr().out
+
+
+def test_the_text_of_the_step_that_is_named(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for which in ("5", "best"):
+        given = []
+        monkeypatch.setattr(sample, "stream", lambda found, *rest, given=given, **options: given.append(found) or [])
+        command = ["--experiment=sample", f"--restore={trained}", "--prompt=a >", f"--restore_step={which}"]
+        assert launch.main(["launch.py", *command]) == 0
+        step = restoring.chosen_step(trained / "checkpoints", which)
+        assert f"{trained}, step {step}\n" in capsys.readouterr().err
+        want = params(trained, which)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(given[0]):
+            np.testing.assert_array_equal(leaf, want[jax.tree_util.keystr(path, simple=True, separator="/")])
+
+
+def test_settings_that_are_changed_bring_their_terms_and_their_band() -> None:
+    config = Config(mask="window", attention_implementation="banded", band=4, terms=("clip",), seq_len=16)
+    found, hyper = restoring.changed(config, Hyper(window=4), {"window": 9, "final_softcap": 5.0})
+    assert (found.band, hyper.window, hyper.final_softcap) == (9, 9, 5.0)
+    assert found.terms == ("clip", "final_softcap")
+    assert restoring.changed(config, Hyper(window=4), {"band": 7})[0].band == 7
+    with pytest.raises(UserError, match="band=7 is narrower than window=9"):
+        restoring.changed(config, Hyper(window=4), {"band": 7, "window": 9})
+    with pytest.raises(UserError, match="window=17 is wider than a row"):
+        restoring.changed(config, Hyper(window=4), {"window": 17})
 
 
 def test_no_measured_checkpoint_has_no_best(tmp_path: Path) -> None:

@@ -94,6 +94,9 @@ def test_evaluate_restores_and_agrees(straight: Path, capsys: pytest.CaptureFixt
         launch.main(["launch.py", "--experiment=evaluate", f"--restore={straight}", "--attention_temperature=9"]) == 0
     )
     assert f"loss {report['loss']:.4f}" not in capsys.readouterr().out
+    # A term that the training did not have.
+    assert launch.main(["launch.py", "--experiment=evaluate", f"--restore={straight}", "--final_softcap=0.5"]) == 0
+    assert f"loss {report['loss']:.4f}" not in capsys.readouterr().out
 
 
 def test_evaluate_refuses_another_shape(straight: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,17 +16,23 @@ import pytest
 
 import launch
 from experiments import flags, mask_constants, masking, matrix, report_matrix, trained
+from experiments import train as training
 from experiments.grid import Run
 from experiments.honest import asked, honest, prefixes, seen
 from experiments.loop import device_hyper
+from experiments.workdir import open_workdir
 from tests import reference
 from tests.quick import QUICK, jit
-from transformer_jax import train
+from tests.test_checkpoint import biggest, flip
+from transformer_jax import checkpoint, train
 from transformer_jax.batch import Batch
 from transformer_jax.config import Config, Hyper
 from transformer_jax.data import make_task, resolve
 from transformer_jax.dependencies import measured
 from transformer_jax.encoder_decoder import Transformer, init_transformer
+from transformer_jax.errors import UserError
+from transformer_jax.saver import Saver
+from transformer_jax.train import init_state
 
 ROOT = Path(__file__).resolve().parent.parent
 B, T, V = 2, 7, 11
@@ -233,6 +239,12 @@ def test_each_arm_is_compared_with_the_causal_one_of_its_settings() -> None:
     )
     assert [arm.hyper.window for arm in crossed.arms[1:3]] == [2, 3]
     assert not ask("--sweep=mask=none,inverted").comparisons
+    many = ask("--sweep=mask=causal,window;window=2,3;num_layers=1,2,3,4")
+    assert len(many.comparisons) == 6 and not default.notes
+    (note,) = many.notes
+    assert note.startswith("not compared") and note.endswith(
+        ": window 2, num_layers=4 against causal, num_layers=4, window 3, num_layers=4 against causal, num_layers=4"
+    )
     # Windows are numbers of one program.
     assert len({arm.config for arm in default.arms}) == len(names) - 2
 
@@ -322,6 +334,22 @@ def test_models_come_back_as_they_were_measured(answered: Path) -> None:
     assert float(sums.loss) == pytest.approx(found["arms"][1]["metrics"]["report_loss"]["per_seed"][1], abs=1e-6)
 
 
+def test_models_that_are_not_those_of_the_last_step_are_refused(answered: Path, tmp_path: Path) -> None:
+    group = min(answered.glob("checkpoints/group*"))
+    held = checkpoint.restore_latest(group, trained._like)
+    again = tmp_path / "checkpoints" / group.name
+    with Saver(again) as saver:
+        saver.save(20, held.state, held.meta)
+    with pytest.raises(UserError, match=r"step 20 of 40$"):
+        trained.models(tmp_path)
+    with Saver(again) as saver:
+        saver.save(40, held.state, held.meta)
+    assert len(trained.models(tmp_path)) == 2
+    flip(biggest(again / "40"), 500)
+    with pytest.raises(UserError, match=r"step 20 of 40 \(.*step 40"):
+        trained.models(tmp_path)
+
+
 def test_a_folder_without_models_is_refused(tmp_path: Path) -> None:
     from experiments.workdir import WorkdirError
 
@@ -343,7 +371,8 @@ def test_matrix_measures_what_the_sweep_did_and_what_it_did_not(
 ) -> None:
     rows = matrix.rows_of(str(answered))
     assert [row.name for row in rows] == ["causal", "no mask"] and [len(row.params) for row in rows] == [2, 2]
-    columns = matrix.settings_of(rows)
+    columns, notes = matrix.settings_of(rows)
+    assert not notes
     names = [setting.name for setting in columns]
     # Nothing is wider than a row of 8.
     assert "mask window 4" in names and "mask window 16" not in names and "rope_base 100000" in names
@@ -380,6 +409,53 @@ def test_matrix_measures_what_the_sweep_did_and_what_it_did_not(
     own = report_matrix.fixed(stored["arms"][0]["metrics"]["report_loss"]["mean"], 3)
     for text in ((folder / "report.html").read_text(), capsys.readouterr().out):
         assert all(part in text for part in ("no mask", "attention temperature 2", own, "+0.000"))
+
+
+def test_matrix_leaves_masks_out_that_change_the_buckets() -> None:
+    def asked_of(*kinds: str, positions: str = "t5") -> tuple[list[str], list[str]]:
+        rows = [matrix.Row(mask, SMALL.replace(mask=mask, positions=positions), HYPER, [], 0) for mask in kinds]
+        columns, notes = matrix.settings_of(rows)
+        return [column.name for column in columns if column.name.startswith("mask")], notes
+
+    every = ["mask causal", "mask none", "mask inverted", "mask window 4", "mask prefix 4"]
+    assert asked_of("causal", "none", positions="alibi") == (every, [])
+    names, notes = asked_of("causal", "block_sparse")
+    assert names == ["mask causal", "mask window 4"]
+    assert notes[0].endswith(": mask none, mask inverted, mask prefix 4")
+    assert asked_of("prefix")[0] == ["mask none", "mask inverted", "mask prefix 4"]
+    assert asked_of("causal", "none")[0] == []
+
+
+def test_a_matrix_is_of_the_step_that_was_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, hyper, source = resolve(SMALL.replace(task="copy", vocab_size=0)), Hyper(), tmp_path / "trained"
+    open_workdir(str(source), training.identity(config, hyper, 0, make_task(config)), {"steps": config.steps})
+    state = jit(lambda: init_state(config, hyper, jax.random.key(0)))()
+    monkeypatch.setattr(matrix, "losses", lambda rows, columns: np.ones((len(rows), len(columns), 1)))
+
+    def ask_again(*line: str) -> tuple[int, str, str]:
+        command = ["launch.py", "--experiment=matrix", f"--restore={source}", f"--workdir={tmp_path / 'w'}", *line]
+        code = launch.main(command)
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    with Saver(source / "checkpoints") as saver:
+        saver.save(2, state, {"step": 2})
+        saver.save(3, state, {"step": 3})
+    flip(biggest(source / "checkpoints" / "3"), 500)
+    code, out, _ = ask_again()
+    assert code == 0 and "step 2," in out and "step 3" in out  # the note names what was passed over
+    assert "step 2" in (page := (tmp_path / "w" / "report.html").read_text()) and "step 3" in page
+    assert ask_again()[0] == 0
+    held = json.loads((tmp_path / "w" / "config.json").read_text())["identity"]
+    assert held["seeds"] == 1
+    with Saver(source / "checkpoints") as saver:
+        saver.save(5, state, {"step": 5})
+    code, _, err = ask_again()
+    assert code == 2 and "step is 2 there, 5 here" in err and err.count("\n") == 1
+    code, out, _ = ask_again("--overwrite")
+    assert code == 0 and "step 5," in out and "step 3" not in out
 
 
 def test_matrix_says_what_it_cannot_restore(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

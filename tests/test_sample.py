@@ -25,6 +25,7 @@ from transformer_jax.data import END, START, make_task
 from transformer_jax.decode import generate
 from transformer_jax.encoder_decoder import init_transformer
 from transformer_jax.samplers import Sampler
+from transformer_jax.saver import Saver
 from transformer_jax.train import init_state
 
 pytestmark = pytest.mark.usefixtures("quick_decoding")
@@ -52,7 +53,7 @@ def reverse(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     open_workdir(str(folder), train.identity(config, hyper, 0, make_task(config)), {"steps": config.steps})
     state = jit(lambda: init_state(config, hyper, run_key(0)))()
-    with checkpoint.Saver(folder / "checkpoints", keep=1) as saver:
+    with Saver(folder / "checkpoints", keep=1) as saver:
         saver.save(0, state, {"step": 0})
     return folder
 
@@ -108,6 +109,15 @@ def test_text_comes_as_it_is_written(text: Path, capsys: pytest.CaptureFixture[s
     monkeypatch.setattr(sample, "stream", slow)
     assert says(capsys, text, "--prompt=x")[0] == 0
     assert seen == ["xn", "", "é", "", "", "€"]
+
+
+def test_a_term_that_was_not_trained_with_is_in_the_program(text: Path, monkeypatch: Any) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(sample, "stream", lambda params, config, hyper, *a, **o: given.append((config, hyper)) or [])
+    command = ["launch.py", "--experiment=sample", f"--restore={text}", "--prompt=x", "--attention_softcap=3"]
+    assert launch.main(command) == 0
+    ((config, hyper),) = given
+    assert config.terms == ("clip", "attention_softcap") and hyper.attention_softcap == 3
 
 
 def test_no_character_is_ever_cut() -> None:

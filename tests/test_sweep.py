@@ -59,11 +59,11 @@ def same(a: Outcome, b: Outcome) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return sweep(a_question(), tmp_path_factory.mktemp("whole"))
+    return sweep(a_question(notes=("a line for the results",)), tmp_path_factory.mktemp("whole"))
 
 
 def test_a_group_is_one_program_and_its_arms_are_their_solo_runs(whole: Outcome) -> None:
-    assert len(whole.results) == 12 and not whole.stopped
+    assert len(whole.results) == 12 and not whole.stopped and whole.notes == ["a line for the results"]
     assert whole.programs_compiled == 1
     assert whole.certificate.arms_checked == 1
     assert whole.certificate.max_abs_difference == 0.0

@@ -168,15 +168,16 @@ def extend(
 
     real_BT: booleans, False for padding, whose outputs mean nothing (None: all are real). A prefix
     mask needs its prefix within the first piece. Raises ConfigError for tokens that the cache cannot
-    hold, where their number is known; where it is traced, none is overwritten, what has no room is
-    dropped, and the row's outputs are NaN from then on.
+    hold, and in a ring for positions past the model's, where their number is known; where it is traced,
+    none is overwritten, what has no room is dropped, and the row's outputs are NaN from then on.
     """
     B, T = tokens_BT.shape
     S = cache.positions_BS.shape[1]
+    most = most_positions(config) if cache.piece else S  # slots are never more than positions, except in a ring
     check_cacheable(config)
     if config.architecture == "encoder_decoder" and cache.held.cross is None:
         raise ConfigError("architecture=encoder_decoder needs a cache that has read a source: read_source")
-    _check_room(cache, np.ones((B, T), bool) if real_BT is None else real_BT)
+    _check_room(config, cache, np.ones((B, T), bool) if real_BT is None else real_BT)
     if real_BT is None:
         real_BT = jnp.ones((B, T), bool)
     positions_BT = jnp.where(real_BT, cache.lengths_B[:, None] + jnp.cumsum(real_BT, axis=1) - 1, 0)
@@ -198,28 +199,29 @@ def extend(
         real_BT=real_BT,
     )
     lengths_B = cache.lengths_B + jnp.sum(real_BT, axis=1, dtype=jnp.int32)
-    if not cache.piece:
-        x_BTD = jnp.where((lengths_B > S)[:, None, None], jnp.nan, x_BTD)
+    if most is not None:
+        x_BTD = jnp.where((lengths_B > most)[:, None, None], jnp.nan, x_BTD)
     assert traces.added is not None
     own = cache.held.own.written(traces.added, slots_BT)
     held = replace(cache.held, own=own)
     return x_BTD, replace(cache, held=held, positions_BS=positions_BS, lengths_B=lengths_B)
 
 
-def _check_room(cache: Cache, real_BT: jax.Array | np.ndarray) -> None:
+def _check_room(config: Config, cache: Cache, real_BT: jax.Array | np.ndarray) -> None:
     (B, T), S = real_BT.shape, cache.positions_BS.shape[1]
     if B != cache.lengths_B.shape[0]:
         raise ConfigError(f"tokens of {B} rows for a cache of {cache.lengths_B.shape[0]}")
     real, lengths = known(real_BT), known(cache.lengths_B)
+    ends = None if real is None else int(np.max(real.sum(axis=1) + (0 if lengths is None else lengths), initial=0))
     if cache.piece:
         # Padding takes no slot, so that a traced piece is held to its width.
         most = T if real is None else int(real.sum(axis=1).max(initial=0))
         if most > cache.piece:
             raise ConfigError(f"{most} tokens at once for a ring that was made for pieces of {cache.piece}")
-    elif real is not None:
-        ends = real.sum(axis=1) + (0 if lengths is None else lengths)
-        if np.any(ends > S):
-            raise ConfigError(f"{int(ends.max())} tokens for a cache of {S} slots")
+        if ends is not None:
+            check_positions(config, ends, f"a ring of {S} slots")
+    elif ends is not None and ends > S:
+        raise ConfigError(f"{ends} tokens for a cache of {S} slots")
 
 
 def last_real(x_BTD: jax.Array, real_BT: jax.Array) -> jax.Array:

@@ -223,13 +223,15 @@ def generate(
     row_ids: what draws depend on beside the key, 0, 1, 2, … where None. piece: tokens of the prompts
     that are read at once, 0 for all; it bounds memory, and changes nothing else.
     Raises ConfigError or DataError, one line, for a model that cannot be cached (cache.check_cacheable),
-    more positions than it has, ids outside the vocabulary, and numbers that are out of range.
+    more positions than it has, ids outside the vocabulary, numbers that are out of range, and, once
+    it has written, logits that are not finite.
     """
     asked, room = _request(
         config, hyper, prompts, key, max_new_tokens=max_new_tokens, sampler=sampler, stop_ids=stop_ids, pad_id=pad_id,
         sources=sources, row_ids=row_ids, piece=piece,
     )  # fmt: skip
     made = _write(params, config, _numbers(hyper), asked, room)
+    _check_finite(made.logp_BT)
     return jax.tree.map(lambda x: x[:, :max_new_tokens] if x.ndim == 2 else x, made)
 
 
@@ -238,19 +240,30 @@ def stream(
 ) -> Iterator[np.ndarray]:
     """The columns of `generate`'s ids_BT, int32 [B] each, as they come; ends when all rows have.
 
-    options: as `generate` takes them; checked at the call, before the first column is asked for.
+    options: as `generate` takes them; checked at the call, before the first column is asked for. Raises
+    ConfigError in the place of a column that was drawn from logits that are not finite.
     """
     return _columns(params, config, _numbers(hyper), *_request(config, hyper, prompts, key, **options))
 
 
 def _columns(params: Transformer, config: Config, hyper: Hyper, asked: Prompts, room: Room) -> Iterator[np.ndarray]:
     state = _begin(params, config, hyper, asked, room)
+    _check_finite(state.logp_B[:, None])
     yield np.asarray(state.ids_B)
-    for _ in range(1, int(asked.most)):
+    for step in range(1, int(asked.most)):
         if np.all(state.done_B):
             return
         state = _advance(params, config, hyper, asked, state)
+        _check_finite(state.logp_B[:, None], step)
         yield np.asarray(state.ids_B)
+
+
+def _check_finite(logp_BT: jax.Array, step: int = 0) -> None:
+    """Raise ConfigError for the first NaN; `step` is the first column's. Every id drawn from NaN would be 0."""
+    found = np.argwhere(np.isnan(np.asarray(logp_BT)).T)
+    if len(found):
+        at, row = found[0]
+        raise ConfigError(f"the model's logits are not finite at new token {step + at} of row {row}: nothing to draw")
 
 
 def _numbers(hyper: Hyper) -> Hyper:
@@ -276,25 +289,12 @@ def _request(
 ) -> tuple[Prompts, Room]:
     """The traced and the static part of what is asked, checked and padded to buckets."""
     sampler, B = sampler or Sampler(), len(prompts)
-    check_cacheable(config)
-    check_sampler(sampler, config.V)
-    if max_new_tokens < 1:
-        raise ConfigError(f"max_new_tokens={max_new_tokens} is out of range: at least 1")
-    if (config.architecture == "encoder_decoder") != (sources is not None):
-        raise ConfigError(f"architecture={config.architecture} {'needs' if sources is None else 'has no'} sources")
-    _check_rows("prompt", prompts, config.V)
-    check_ids([*stop_ids, pad_id], config.V)
+    check_request(config, hyper, prompts, max_new_tokens, sampler, [*stop_ids, pad_id], sources, piece)
     if row_ids is not None and len(row_ids) != B:
         raise ConfigError(f"{len(row_ids)} row_ids for {B} prompts")
-    longest = max(map(len, prompts))
-    check_positions(config, longest + max_new_tokens, f"a prompt of {longest} and max_new_tokens={max_new_tokens}")
     most = most_positions(config)
-    width = bucket(longest, most)
+    width = bucket(max(map(len, prompts)), most)
     piece = min(piece, width) or width
-    if config.mask == "prefix" and (first := min(piece, *map(len, prompts))) < hyper.prefix:
-        raise ConfigError(
-            f"prefix={hyper.prefix} with {first} prompt tokens in the first piece: all of a prefix is read at once"
-        )
     tokens_BT, real_BT = padded(prompts, -(-width // piece) * piece)
     new = bucket(max_new_tokens, most)
     slots = width + new if most is None else min(width + new, most)
@@ -302,7 +302,7 @@ def _request(
     room = Room(ring_slots(hyper.window, piece) if ring else slots, piece, new, ring)
     source_BS = source_lengths_B = None
     if sources is not None:
-        source_BS, source_lengths_B = _padded_sources(config, sources, B)
+        source_BS, source_lengths_B = _padded_sources(config, sources)
     asked = Prompts(
         jnp.asarray(tokens_BT),
         jnp.asarray(real_BT),
@@ -319,6 +319,42 @@ def _request(
     return asked, room
 
 
+def check_request(
+    config: Config,
+    hyper: Hyper,
+    prompts: Rows,
+    max_new_tokens: int,
+    sampler: Sampler,
+    other_ids: Sequence[int] = (),
+    sources: Rows | None = None,
+    piece: int = 0,
+) -> None:
+    """Raise ConfigError or DataError, one line, for what `generate` refuses. other_ids: of stops and padding."""
+    check_cacheable(config)
+    check_sampler(sampler, config.V)
+    if max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens={max_new_tokens} is out of range: at least 1")
+    if (config.architecture == "encoder_decoder") != (sources is not None):
+        raise ConfigError(f"architecture={config.architecture} {'needs' if sources is None else 'has no'} sources")
+    _check_rows("prompt", prompts, config.V)
+    check_ids(other_ids, config.V)
+    lengths = [len(prompt) for prompt in prompts]
+    longest = max(lengths)
+    check_positions(config, longest + max_new_tokens, f"a prompt of {longest} and max_new_tokens={max_new_tokens}")
+    if config.mask == "prefix" and (first := min(piece or longest, *lengths)) < hyper.prefix:
+        raise ConfigError(
+            f"prefix={hyper.prefix} with {first} prompt tokens in the first piece: all of a prefix is read at once"
+        )
+    if sources is None:
+        return
+    _check_rows("source", sources, config.V)
+    if len(sources) != len(prompts):
+        raise ConfigError(f"{len(sources)} sources for {len(prompts)} prompts")
+    longest = max(map(len, sources))
+    if config.positions == "learned" and longest > config.P:
+        raise ConfigError(f"a source of {longest} is past the position table (max_positions={config.P})")
+
+
 def _check_rows(kind: str, rows: Rows, V: int) -> None:
     if len(rows) == 0:
         raise ConfigError(f"no {kind}s")
@@ -328,13 +364,7 @@ def _check_rows(kind: str, rows: Rows, V: int) -> None:
         check_ids(np.asarray(row), V)
 
 
-def _padded_sources(config: Config, sources: Rows, B: int) -> tuple[jax.Array, jax.Array]:
-    _check_rows("source", sources, config.V)
-    if len(sources) != B:
-        raise ConfigError(f"{len(sources)} sources for {B} prompts")
-    longest = max(map(len, sources))
+def _padded_sources(config: Config, sources: Rows) -> tuple[jax.Array, jax.Array]:
     most = config.P if config.positions == "learned" else None
-    if most is not None and longest > most:
-        raise ConfigError(f"a source of {longest} is past the position table (max_positions={most})")
-    tokens_BS, _ = padded(sources, bucket(longest, most))
+    tokens_BS, _ = padded(sources, bucket(max(map(len, sources)), most))
     return jnp.asarray(tokens_BS), jnp.asarray([len(source) for source in sources], jnp.int32)

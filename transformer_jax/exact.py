@@ -20,12 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.batch import Batch
-from transformer_jax.cache import check_cacheable, check_positions
 from transformer_jax.config import Config, Hyper
-from transformer_jax.data import check_ids
+from transformer_jax.decode import check_request
 from transformer_jax.encoder_decoder import Transformer, forward
 from transformer_jax.errors import ConfigError
-from transformer_jax.samplers import Sampler, check_sampler
+from transformer_jax.samplers import Sampler
 
 MOST = 1 << 16  # sequences that are listed
 Process = Callable[[np.ndarray, AbstractSet[int], Sampler], np.ndarray]
@@ -105,12 +104,9 @@ def outcomes(
     and what `generate` refuses.
     """
     sampler, V, n = sampler or Sampler(), config.V, max_new_tokens
-    check_cacheable(config)
-    check_sampler(sampler, V)
-    check_ids([*prompt, *stop_ids], V)
-    check_positions(config, len(prompt) + n, f"a prompt of {len(prompt)} and max_new_tokens={n}")
-    if not prompt or n < 1 or V**n > MOST:
-        raise ConfigError(f"a prompt of {len(prompt)} ids and {V}**{n} sequences: at least 1, and at most {MOST}")
+    check_request(config, hyper, [prompt], n, sampler, stop_ids, None if source is None else [source])
+    if V**n > MOST:
+        raise ConfigError(f"{V}**{n} sequences of max_new_tokens={n}: at most {MOST}")
     logits = _logits(params, config, hyper, prompt, n, source)
     found: list[tuple[tuple[int, ...], float]] = []
 

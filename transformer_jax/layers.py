@@ -259,8 +259,8 @@ def position_bias(stack: Stack, config: Config, mask: Mask) -> relative.Bias | N
         bias = relative.alibi(config.N)
     elif config.positions == "t5":
         assert stack.relative_CN is not None
-        causal = any(isinstance(part, masks.Causal) for part in mask.parts)
-        bias = relative.t5(stack.relative_CN, distance=config.relative_distance, bidirectional=not causal)
+        both = not masks.looks_back(mask)
+        bias = relative.t5(stack.relative_CN, distance=config.relative_distance, bidirectional=both)
     else:
         return None
     return bias.at(mask.q_positions_BT, mask.k_positions_BS)

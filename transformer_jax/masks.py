@@ -324,6 +324,11 @@ def dense(allowed: jax.Array) -> Mask:
     return Mask((Dense(allowed[None, None] if allowed.ndim == 2 else allowed),))
 
 
+def looks_back(mask: Mask) -> bool:
+    """Whether the mask is causal, among other things: no query sees a key after it."""
+    return any(isinstance(part, Causal) for part in mask.parts)
+
+
 def from_config(config: Config, hyper: Hyper) -> Mask:
     """The decoder's self-attention mask that `config.mask` names, with Hyper's numbers."""
     made = {
