@@ -16,7 +16,7 @@ from experiments.workdir import Workdir, WorkdirError, open_workdir, read_json, 
 from transformer_jax.config import to_dict
 from transformer_jax.data import make_task, resolve
 
-FLAGS = ("seeds", "workdir", "minutes", "checkpoint_every", "overwrite", "plan", "sweep", "preset", "depth")
+FLAGS = ("seeds", "workdir", "minutes", "checkpoint_every", "overwrite", "plan", "sweep", "preset", "depth", "mesh")
 MAX_SEEDS = 1000
 
 Sections = Callable[[Outcome, dict[str, Any]], list[Section]]
@@ -48,6 +48,7 @@ def run(
     if seeds > MAX_SEEDS:
         raise WorkdirError(f"--seeds={seeds}: at most {MAX_SEEDS}")
     sharding.use_cpu_cores()
+    devices = _devices(settings.mesh)
     question = _resolved(question)
     if settings.plan:
         from experiments.terminal import print_plan
@@ -61,11 +62,27 @@ def run(
         overwrite=settings.overwrite,
         grows=_growth(question, seeds),
     )
-    return _answer(settings, question, seeds, workdir, sections, afterwards)
+    return _answer(settings, question, seeds, workdir, devices, sections, afterwards)
+
+
+def _devices(text: str) -> int:
+    """Of --mesh=sweep:N, which spreads the arms over the first N devices: N; 0 for "", all of them."""
+    from transformer_jax import sharding
+
+    if not text:
+        return 0
+    sizes = sharding.parse_mesh(text, (sharding.RUNS,))
+    return sharding.make_mesh(sizes).size
 
 
 def _answer(
-    settings: Settings, question: Question, seeds: int, workdir: Workdir, sections: Sections, afterwards: Afterwards
+    settings: Settings,
+    question: Question,
+    seeds: int,
+    workdir: Workdir,
+    devices: int,
+    sections: Sections,
+    afterwards: Afterwards,
 ) -> int:
     from experiments.terminal import print_results
 
@@ -76,7 +93,13 @@ def _answer(
         return 0
     with Stopper(settings.minutes) as stop:
         outcome = run_sweep(
-            question, seeds, workdir.path, blocks=blocks, checkpoint_every=settings.checkpoint_every, stop=stop
+            question,
+            seeds,
+            workdir.path,
+            blocks=blocks,
+            checkpoint_every=settings.checkpoint_every,
+            devices=devices,
+            stop=stop,
         )
     for note in outcome.notes:
         print(note, file=sys.stderr)

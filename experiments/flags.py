@@ -42,7 +42,7 @@ RUN_FLAGS: dict[str, tuple[str, Any, str, float]] = {
     "mesh": (
         "str",
         "",
-        "devices by axis: any of data:2,fsdp:2,model:2,seq:2 for one model; sweep:16 for compile",
+        "devices by axis: any of data:2,fsdp:2,model:2,seq:2 for one model; sweep:2 for arms",
         0,
     ),
     "depth": ("choice", "quick", "how much of the question is run: quick or full", 0),

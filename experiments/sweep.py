@@ -112,13 +112,15 @@ def run_sweep(
     blocks: Sequence[tuple[int, int]],
     chunk: int = 0,
     checkpoint_every: int = 0,
+    devices: int = 0,
     stop: Stopper,
 ) -> Outcome:
     """Train every arm at every rate with every seed; resume what `folder` holds.
 
     blocks: ranges of seeds that were added together, (0, 6) for a new sweep of six.
     chunk: steps a call (0: a sixth of the run, at most 50). checkpoint_every: steps
-    between saves (0: by time). stop: asked at each chunk's end; the state is saved first.
+    between saves (0: by time). devices: the first so many (0: all). stop: asked at each chunk's
+    end; the state is saved first.
     """
     start, outcome = time.monotonic(), Outcome(question, seeds, notes=list(question.notes))
     groups = [
@@ -132,7 +134,7 @@ def run_sweep(
         for i, (name, group) in enumerate(groups):
             config = group.config
             steps_a_call = checkpoint_every or chunk or min(50, -(-config.steps // 6))
-            job = _GroupJob(question, group, folder / "checkpoints" / name, min(steps_a_call, config.steps))
+            job = _GroupJob(question, group, folder / "checkpoints" / name, min(steps_a_call, config.steps), devices)
             every = SAVE_SECONDS if not checkpoint_every else 0.0
             bar_title = f"{question.name} {i + 1}/{len(groups)}"
             finished = job.train(bar, bar_title, done, every, stop)
@@ -153,11 +155,13 @@ def run_sweep(
 class _GroupJob:
     """One group's training: builds its program, restores, advances, saves."""
 
-    def __init__(self, question: Question, group: Group, folder: Path, chunk: int):
+    def __init__(self, question: Question, group: Group, folder: Path, chunk: int, devices: int):
         self.question, self.group, self.folder, self.chunk = question, group, folder, chunk
         self.notes: list[str] = []
         self.task: Task = make_task(group.config)
-        self.program = programs.build(group.config, self.task, question.observe, chunk, losses=question.losses)
+        self.program = programs.build(
+            group.config, self.task, question.observe, chunk, devices=devices, losses=question.losses
+        )
         mesh = self.program.mesh
         # The last run is repeated to fill the devices; the copies are dropped at the end.
         runs = list(group.runs) + [group.runs[-1]] * (-len(group.runs) % mesh.size)

@@ -29,7 +29,7 @@ from transformer_jax import masks
 from transformer_jax.batch import Batch
 from transformer_jax.config import Config, Hyper
 from transformer_jax.encoder_decoder import decoder_mask, forward, init_transformer
-from transformer_jax.layers import implementation_for, position_bias
+from transformer_jax.layers import Constrain, implementation_for, position_bias
 from transformer_jax.scores import Scoring
 from transformer_jax.train import token_sums
 
@@ -127,7 +127,7 @@ def numbers(case: Case, config: Config, values: Any, plain: bool = False) -> dic
     ) -> dict[str, Any]:
         def objective(p: Any) -> tuple[jax.Array, jax.Array]:
             seen = []
-            watch = lambda x, letters: (seen.append(x) if letters == "BTV" else None, x)[1]  # noqa: E731
+            watch = Constrain(lambda x, letters: (seen.append(x) if letters == "BTV" else None, x)[1])
             made = token_sums(p, config, hyper, batch, key, watch).objective
             return made, seen[0] if config.loss_chunks == 1 else forward(p, config, hyper, batch, key)[0]
 

@@ -131,7 +131,8 @@ def test_j2_the_last_batch_may_be_short(tmp_path: Path) -> None:
         ([*TRAIN, "--mesh=modle:2"], "unknown mesh axis 'modle': did you mean model"),
         ([*TRAIN, "--mesh=seq:2", "--normaliser=entmax15"], "(seq:2) cannot do normaliser entmax15"),
         (["--experiment=mesh"], "--mesh names the axes"),
-        (["--experiment=dk_scaling", MESH], "--mesh has no effect in --experiment=dk_scaling"),
+        (["--experiment=dk_scaling", MESH], "unknown mesh axis"),
+        (["--experiment=dk_scaling", "--mesh=sweep:9"], "--mesh=sweep:9 is 9 devices, there are 8"),
     ],
 )
 def test_a_mistake_is_one_line_and_writes_nothing(

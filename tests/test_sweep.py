@@ -70,6 +70,14 @@ def test_a_group_is_one_program_and_its_arms_are_their_solo_runs(whole: Outcome)
     assert whole.certificate.steps == TINY.steps
 
 
+def test_arms_over_fewer_devices_are_the_same_arms(whole: Outcome, tmp_path: Path) -> None:
+    """As --mesh=sweep:2 spreads them; the last bits of a sum may depend on the number of devices."""
+    two = sweep(a_question(), tmp_path, devices=2)
+    assert two.certificate.max_abs_difference == 0.0 and two.results.keys() == whole.results.keys()
+    for run, found in two.results.items():
+        np.testing.assert_allclose(found.loss, whole.results[run].loss, atol=1e-4)
+
+
 @pytest.mark.parametrize("run", [Run(0, 1e-2, 1), Run(2, 1e-1, 0)])
 def test_an_arm_equals_a_plain_run_of_the_library(whole: Outcome, run: Run) -> None:
     """train.run knows nothing of sweeps: no map, no mesh, no measurement between."""
