@@ -69,8 +69,8 @@ def find_fault(implementation: str) -> tuple[str, AssertionError]:
 
 
 def test_a_fault_is_found_and_shrunk_to_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    sees = blockwise._Block.allowed
-    monkeypatch.setattr(blockwise._Block, "allowed", lambda self, q, k: sees(self, q + 1, k))
+    sees = blockwise.Block.allowed
+    monkeypatch.setattr(blockwise.Block, "allowed", lambda self, q, k: sees(self, q + 1, k))
     call, _ = find_fault("blockwise")
     case = eval(call.split("check(", 1)[1][:-1], {"Case": Case})
     assert case.length <= 3 and case.rows == 1 and case.num_layers == 1
