@@ -27,19 +27,7 @@ V, NEW, STOP = 4, 4, 3
 CONFIG = Config(vocab_size=V, d_model=8, num_heads=2, num_layers=1, positions="alibi", seq_len=8, tie_embeddings=False)
 HYPER, PROMPT = Hyper(), [0, 2]
 ROWS, DRAWS = 4096, 12288
-SAMPLERS = {
-    "the model": Sampler(),
-    "greedy": Sampler(temperature=0.0),
-    "warm": Sampler(temperature=1.7),
-    "cold": Sampler(temperature=0.6),
-    "top-k": Sampler(top_k=2),
-    "top-p": Sampler(top_p=0.7),
-    "min-p": Sampler(min_p=0.35),
-    "penalty": Sampler(repetition_penalty=1.8),
-    "top-k and top-p": Sampler(top_k=3, top_p=0.75),
-    "warm and top-p": Sampler(temperature=1.7, top_p=0.7),
-    "all": Sampler(temperature=1.3, top_k=3, top_p=0.9, min_p=0.1, repetition_penalty=1.4),
-}
+SAMPLERS = decoding.SETTINGS
 
 
 @functools.cache
@@ -116,16 +104,16 @@ def _min_p_of_1(logits: np.ndarray, seen: Any, sampler: Sampler) -> np.ndarray:
 
 
 MUTANTS: dict[str, tuple[str, Any]] = {
-    "temperature after the others": ("warm and top-p", _temperature_last),
-    "temperature multiplies": ("warm", lambda x, seen, s: distribution(x * s.temperature, seen, Sampler())),
-    "top-k keeps one more": ("top-k", _changed(top_k=3)),
-    "top-k keeps one fewer": ("top-k", _changed(top_k=1)),
-    "top-p drops the crossing id": ("top-p", _top_p_without_the_crossing),
-    "top-p before top-k": ("top-k and top-p", _top_p_before_top_k),
-    "min-p of 1, not of the largest": ("min-p", _min_p_of_1),
-    "penalty divides negative logits": ("penalty", _penalty_divides),
-    "penalty forgets the prompt": ("penalty", _penalty_forgets_the_prompt),
-    "no sampler": ("cold", _changed(temperature=1.0)),
+    "temperature after the others": ("temperature 1.7, top_p 0.7", _temperature_last),
+    "temperature multiplies": ("temperature 1.7", lambda x, seen, s: distribution(x * s.temperature, seen, Sampler())),
+    "top-k keeps one more": ("top_k 2", _changed(top_k=3)),
+    "top-k keeps one fewer": ("top_k 2", _changed(top_k=1)),
+    "top-p drops the crossing id": ("top_p 0.7", _top_p_without_the_crossing),
+    "top-p before top-k": ("top_k 3, top_p 0.75", _top_p_before_top_k),
+    "min-p of 1, not of the largest": ("min_p 0.35", _min_p_of_1),
+    "penalty divides negative logits": ("penalty 1.8", _penalty_divides),
+    "penalty forgets the prompt": ("penalty 1.8", _penalty_forgets_the_prompt),
+    "no sampler": ("temperature 0.6", _changed(temperature=1.0)),
 }  # fmt: skip
 
 
@@ -160,8 +148,8 @@ def test_two_ids_by_hand() -> None:
 
 
 def test_probabilities_are_those_that_generate_reports() -> None:
-    sampler = SAMPLERS["all"]
-    found = exact("all")
+    sampler = SAMPLERS["all five"]
+    found = exact("all five")
     made = generate(
         parameters(), CONFIG, HYPER, [PROMPT] * ROWS, jax.random.key(0), max_new_tokens=NEW, sampler=sampler,
         stop_ids=(STOP,),
@@ -224,7 +212,7 @@ def test_the_lab_holds_samplers_to_the_list(
     command = ["launch.py", "--experiment=decoding", f"--workdir={tmp_path / 'lab'}"]
     assert launch.main(command) == 0
     found = json.loads((tmp_path / "lab" / "results.json").read_text())["settings"]
-    listed = exact("top-p")
+    listed = exact("top_p 0.7")
     assert found["greedy"]["entropy"] == 0 and found["greedy"]["sequences"] == 1
     assert found["top_p 0.7"]["mode"] == list(listed.mode)
     assert found["top_p 0.7"]["expected_length"] == pytest.approx(listed.expected_length, abs=1e-6)
@@ -236,11 +224,11 @@ def test_the_lab_holds_samplers_to_the_list(
     capped = json.loads((tmp_path / "capped" / "results.json").read_text())["settings"]
     with_term, hyper = CONFIG.replace(terms=("final_softcap",)), dataclasses.replace(HYPER, final_softcap=0.4)
     listed = outcomes(
-        parameters(), with_term, hyper, PROMPT, SAMPLERS["top-p"], max_new_tokens=NEW, stop_ids=(STOP,)
+        parameters(), with_term, hyper, PROMPT, SAMPLERS["top_p 0.7"], max_new_tokens=NEW, stop_ids=(STOP,)
     )  # fmt: skip
     assert capped["top_p 0.7"]["entropy"] == pytest.approx(listed.entropy, abs=1e-6)
     assert abs(listed.entropy - found["top_p 0.7"]["entropy"]) > 0.1
-    warm = decoding.drawn(parameters(), CONFIG, HYPER, SAMPLERS["warm and top-p"], jax.random.key(1))
+    warm = decoding.drawn(parameters(), CONFIG, HYPER, SAMPLERS["temperature 1.7, top_p 0.7"], jax.random.key(1))
     monkeypatch.setattr(decoding, "drawn", lambda *_: warm)
     assert launch.main(command) == 1
     assert "NOT as listed: greedy, top_p 0.7" in capsys.readouterr().out

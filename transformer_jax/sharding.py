@@ -92,15 +92,9 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) ->
         kind = devices[0].platform
         hint = " (JAX_NUM_CPU_DEVICES makes more of one CPU, to try a mesh out)" if kind == "cpu" else ""
         raise ConfigError(f"--mesh={named} is {wanted} devices, there are {there} of kind {kind}{hint}")
-    axis_types = (AxisType.Auto,) * len(sizes)
-    try:
-        return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=axis_types, devices=devices[:wanted])
-    except NotImplementedError:
-        # An axis that is no product of the torus's own sides, such as 16 of 8x8: it may be laid over a part of one.
-        laid = mesh_utils.create_device_mesh(
-            tuple(sizes.values()), list(devices[:wanted]), allow_split_physical_axes=True
-        )
-        return Mesh(laid, tuple(sizes), axis_types=axis_types)
+    # Not jax.make_mesh, which on most TPUs refuses an axis that is no product of the torus's own sides (16 of 8x8).
+    laid = mesh_utils.create_device_mesh(tuple(sizes.values()), list(devices[:wanted]), allow_split_physical_axes=True)
+    return Mesh(laid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def from_text(text: str) -> Mesh | None:
