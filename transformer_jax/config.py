@@ -28,7 +28,7 @@ NORMALISERS = ("softmax", "sigmoid", "relu", "entmax15")
 MASKS = ("causal", "none", "inverted", "window", "prefix", "block_sparse")
 OPTIMIZERS = ("adam", "adamw", "sgd", "momentum")
 SCHEDULES = ("constant", "inverse_sqrt", "cosine", "wsd")
-TASKS = ("text", "copy", "reverse", "induction", "recall", "markov", "modular")
+TASKS = ("text", "pairs", "cmudict", "copy", "reverse", "induction", "recall", "markov", "modular")
 FLOATS = ("float32", "bfloat16", "float16")
 PRECISIONS = ("default", "high", "highest")
 
@@ -43,6 +43,7 @@ TERMS = {
     "clip": ("clip_norm",),
     "attention_softcap": ("attention_softcap",),
     "final_softcap": ("final_softcap",),
+    "ema": ("ema_decay",),
 }
 
 
@@ -56,6 +57,10 @@ def _one_of(default: str, choices: tuple[str, ...], help: str) -> Any:
 
 def _number(default: float, help: str, **limits: float) -> Any:
     return dataclasses.field(default=default, metadata=_meta(help, **limits))
+
+
+def _text(help: str) -> Any:
+    return dataclasses.field(default="", metadata=_meta(help))
 
 
 def _switch(default: bool, help: str) -> Any:
@@ -73,6 +78,7 @@ class Config:
     # --- the model -----------------------------------------------------------
     architecture: str = _one_of("decoder", ARCHITECTURES, "which stacks the model has")
     vocab_size: int = _number(0, "V, number of token ids; 0: the task's own", low=0)
+    source_vocab_size: int = _number(0, "ids of a vocabulary of the encoder's own; 0: the decoder's, one table", low=0)
     d_model: int = _number(64, "D, width of the residual stream", low=1)
     num_layers: int = _number(2, "L, layers of a stack", low=1)
     num_encoder_layers: int = _number(0, "layers of the encoder; 0: num_layers", low=0)
@@ -99,6 +105,7 @@ class Config:
     tie_embeddings: bool = _switch(True, "the output layer is the embedding's transpose")
     scale_embeddings: bool = _switch(True, "multiply embeddings by sqrt(d_model)")
     scale_logits: bool = _switch(False, "divide the logits by sqrt(d_model) where embeddings are tied, as T5 does")
+    output_bias: bool = _switch(False, "a learned bias for each logit")
     attention_bias: bool = _switch(False, "biases in the attention projections")
     ffn_bias: bool = _switch(True, "biases in the feed-forward layers")
     qk_norm: bool = _switch(False, "RMS norm of every query and key head, with a learned scale")
@@ -131,9 +138,15 @@ class Config:
     accumulation: int = _number(1, "parts that a batch is split into, gradients summed", low=1)
     # --- data ----------------------------------------------------------------
     task: str = _one_of("text", TASKS, "what is learned")
-    text: str = dataclasses.field(
-        default="", metadata=_meta("a UTF-8 file for the text task; empty: the text that ships with Python")
-    )
+    text: str = _text("a UTF-8 file for the text task; empty: the text that ships with Python")
+    pairs: str = _text("pairs to learn from: a TSV or JSONL file, or SOURCE,TARGET, two files line by line; gz, zip")
+    dev: str = _text("pairs to choose on, as pairs are given; empty: a part of pairs, by a hash of the source")
+    test: str = _text("pairs to report on, as pairs are given; empty: those of dev")
+    tokenizer: str = _text("bytes, chars, symbols, bpe or a tokenizer.json, of the source side; empty: by the data")
+    target_tokenizer: str = _text("the same for the target side; empty: by the data, or the source's")
+    bpe_size: int = _number(4000, "tokens of a bpe vocabulary at most", low=260)
+    length_buckets: int = _number(4, "static shapes that pairs of all lengths are padded to", low=1)
+    packing: bool = _switch(False, "documents, parted by empty lines, share rows; none sees another")
     seq_len: int = _number(64, "T, tokens of a row", low=1)
 
     def __post_init__(self) -> None:
@@ -141,6 +154,10 @@ class Config:
         if self.head_dim == 0 and self.d_model % self.num_heads:
             raise ConfigError(
                 f"num_heads={self.num_heads} does not divide d_model={self.d_model}: change one, or give head_dim"
+            )
+        if self.source_vocab_size and self.architecture != "encoder_decoder":
+            raise ConfigError(
+                f"source_vocab_size={self.source_vocab_size} with architecture={self.architecture}: no source"
             )
         if self.N % self.K:
             raise ConfigError(f"num_kv_heads={self.K} does not divide num_heads={self.N}")
@@ -274,6 +291,9 @@ class Hyper:
     load_balance: Any = _hyper(0.01, "weight of the experts' load-balancing loss", low=0.0)
     router_z_loss: Any = _hyper(0.001, "weight of the router's squared log partition", low=0.0)
     clip_norm: Any = _hyper(0.0, "largest global gradient norm; 0: no clipping", low=0.0)
+    ema_decay: Any = _hyper(
+        0.0, "decay of an exponential moving average of the parameters; 0: none", low=0.0, below=1.0
+    )
     weight_decay: Any = _hyper(0.01, "decoupled decay of adamw", low=0.0)
     b1: Any = _hyper(0.9, "Adam's first decay", low=0.0, below=1.0)
     b2: Any = _hyper(0.999, "Adam's second decay", low=0.0, below=1.0)
