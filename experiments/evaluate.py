@@ -50,8 +50,8 @@ def run(settings: Settings) -> int:
     print(f"{settings.restore}, step {restored.step}")
     numbers = loop.device_hyper(hyper, mesh)
     for split in task.eval_batches:
-        sums = loop.measure(config, task, split, mesh)(restored.state.params, numbers, task.data)
+        sums = loop.measure(config, task, split, mesh)(restored.state.weights, numbers, task.data)
         found = loop.in_words(loop.describe(sums, task), ".4f")
         print(f"{split:>10}  {found}  over {float(sums.count):,.0f} tokens")
-    print("\n".join(loop.samples(config, restored.state.params, numbers, task)))
+    print("\n".join(loop.samples(config, restored.state.weights, numbers, task)))
     return 0

@@ -14,11 +14,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from experiments import processes
+from experiments import processes, restoring
+from experiments.feeds import Feed, OnDevice, Record
 from experiments.interrupt import Stopper
-from experiments.program import run_key, take_steps
+from experiments.program import run_key
 from experiments.progress import Bar
 from experiments.samples import samples
 from experiments.workdir import commit, versions, write_text
@@ -29,10 +29,26 @@ from transformer_jax.losses import Sums
 from transformer_jax.saver import Keep, Saver
 from transformer_jax.train import TrainState, evaluate, init_state
 
-LOGGED = ("loss", "accuracy", "grad_norm", "learning_rate", "tokens")
 CHUNK_SECONDS = 1.0  # about how long one call to the device is
 SAVE_SECONDS = 60.0
 KEPT = Keep()
+
+
+@dataclasses.dataclass(frozen=True)
+class Judge:
+    """How a run is judged at its evaluations, on the selection split.
+
+    metric: the number that says which checkpoint is best; "-NAME": one that is to be high.
+    score: parameters -> numbers beside those of `describe`. patience: evaluations in a row without a
+    better one that end the run; 0: none do.
+    """
+
+    metric: str = restoring.METRIC
+    score: Callable[[Any], dict[str, float | None]] | None = None
+    patience: int = 0
+
+
+PLAIN = Judge()
 
 
 def abstract_state(config: Config, hyper: Hyper, mesh: sharding.Mesh | None = None) -> TrainState:
@@ -102,6 +118,9 @@ def train(
     checkpoint_every: int = 0,
     eval_every: int = 0,
     keep: Keep = KEPT,
+    judge: Judge = PLAIN,
+    feed_of: Callable[..., Feed] | None = None,
+    about: Mapping[str, Any] | None = None,
     warm: Callable[[TrainState], tuple[TrainState, list[str]]] | None = None,
     profile: bool = False,
     mesh: sharding.Mesh | None = None,
@@ -109,50 +128,65 @@ def train(
     """Train to config.steps, or until `stop`; (state, whether it is finished). Resumes what `folder` holds.
 
     keep: which checkpoints stay; with keep.best each evaluation that is the best so far is saved.
+    judge: what is measured beside the loss, and when the run ends before its last step.
+    feed_of: (hyper on the device, cursor, the state's places) -> where batches come from; None: the task makes
+    them on the device. about: what each checkpoint says beside its settings.
     warm: given the fresh state, the one to start from, and lines that say what it took; not called on resume.
     Writes folder/checkpoints and folder/metrics.jsonl: a row a step {"step", "loss", …}, and a
     row an evaluation {"step", "split", "loss", …}. mesh: what the state and the batches are split
-    over; it is no part of what the run is, and may be another one when the run goes on. Every call
-    is waited for before the next: programs with collectives, queued one behind the other, can
-    deadlock on the CPU devices of jax 0.10.
+    over; it is no part of what the run is, and may be another one when the run goes on.
     """
     numbers, saves = device_hyper(hyper, mesh), folder / "checkpoints"
-    # Beside the state's own key: where the data stands is the step, as batches follow from (key, step).
-    describes = {"config": to_dict(config), "hyper": to_dict(hyper), "seed": seed, "data": task.sha256}
-    describes["made"] = {"commit": commit(), **versions()}
-    state, notes = _start(config, hyper, seed, saves, mesh, warm)
+    describes: dict[str, Any] = {"config": to_dict(config), "hyper": to_dict(hyper), "seed": seed, "data": task.sha256}
+    describes |= {"made": {"commit": commit(), **versions()}, "judged_by": judge.metric, **(about or {})}
+    begun = _start(config, hyper, seed, saves, mesh, warm)
+    state, eval_every = begun.state, eval_every or max(1, config.steps // 10)
     processes.same("the step that they start from: do all see the same workdir?", int(state.step))
+    places = _places(config, hyper, mesh)
+    if feed_of is None:
+        feed: Feed = OnDevice(config, numbers, task, min(eval_every, config.steps), places, mesh)
+    else:
+        feed = feed_of(numbers, begun.meta.get("cursor"), places)
     with Bar(f"{config.task}", config.steps, int(state.step)) as bar:
-        for note in notes:
+        for note in begun.notes:
             bar.say(note)
         log = _Log(folder / "metrics.jsonl", int(state.step))
         if int(state.step):
             bar.say(f"resumed at step {int(state.step)}")
-        evaluation = measure(config, task, "selection", mesh)
-        eval_every = eval_every or max(1, config.steps // 10)
-        advance = _advance(config, hyper, task, min(eval_every, config.steps), mesh)
+        evaluation, judged = measure(config, task, "selection", mesh), Keep(best=judge.metric)
+        best, stale = begun.meta.get("best"), begun.meta.get("stale", 0)
+        shown: dict[str, Any] = {}
         with Saver(saves, keep=keep, resumed=int(state.step) or None) as saver:
             chunk, last_save = 1, time.monotonic()
             while (start := int(state.step)) < config.steps:
+                if judge.patience and stale >= judge.patience:
+                    bar.say(f"stopped at step {start}: {stale} evaluations without a better {judge.metric}")
+                    break
                 ends = [start + chunk, config.steps, _next(start, eval_every)]
                 if checkpoint_every:
                     ends.append(_next(start, checkpoint_every))
-                begun = time.monotonic()
+                done, clock = min(ends), time.monotonic()
                 with _trace(folder / "trace", profile and start > 0 and processes.first()):
-                    state, record = advance(state, numbers, np.int32(min(ends)), task.data)
-                    record = {name: np.asarray(x)[: min(ends) - start] for name, x in record.items()}
+                    state, record = feed.advance(state, done)
                 profile = profile and start == 0
-                seconds, done = time.monotonic() - begun, min(ends)
+                seconds = time.monotonic() - clock
                 if start:  # the first call compiles
                     chunk = max(1, min(eval_every, int(chunk * CHUNK_SECONDS / max(seconds, 1e-3)) or 1))
                 log.steps(start, record)
                 measured: dict[str, float | None] = {}
-                bar.update(done, tokens=float(record["tokens"].sum()), loss=float(record["loss"][-1]))
+                bar.update(done, tokens=float(record["tokens"].sum()), loss=float(record["loss"][-1]), **shown)
                 if done % eval_every == 0 or done == config.steps:
-                    measured = describe(evaluation(state.params, numbers, task.data), task)
+                    measured = describe(evaluation(state.weights, numbers, task.data), task)
+                    if judge.score is not None:
+                        measured |= judge.score(state.weights)
                     log.rows([{"step": done, "split": "selection", **measured}])
+                    value = judged.value({"metrics": measured})
+                    best, stale = (value, 0) if best is None or value < best else (best, stale + 1)
+                    best = best if best is not None and math.isfinite(best) else None
+                    if best is not None and judge.metric != restoring.METRIC:
+                        shown = {f"best {judge.metric.removeprefix('-')}": abs(best)}
                     bar.say(f"step {done}  {in_words(measured)}")
-                    for line in samples(config, state.params, numbers, task):
+                    for line in samples(config, state.weights, numbers, task):
                         bar.say(line)
                 # A clock and a signal are one process's own: the first one's time holds, and anyone's wish to stop.
                 late = time.monotonic() - last_save > SAVE_SECONDS
@@ -160,12 +194,13 @@ def train(
                 chunk, late = said[0][0], said[0][1]
                 stop.told(max(row[2] for row in said))
                 reason = stop.reason
-                meta = describes | {"step": done, "metrics": measured}
+                meta = describes | {"step": done, "metrics": measured, "best": best, "stale": stale}
                 due = (checkpoint_every and done % checkpoint_every == 0) or keep.value(meta) < saver.best
-                if reason or due or done == config.steps or late:
-                    saver.save(done, state, meta)
+                ended = bool(judge.patience) and stale >= judge.patience
+                if reason or due or done == config.steps or late or ended:
+                    saver.save(done, state, meta | {"cursor": feed.cursor()})
                     last_save = time.monotonic()
-                if reason and done < config.steps:
+                if reason and done < config.steps and not ended:
                     bar.say(f"stopped at step {done}: {reason}; saved, the same command goes on from here")
                     return state, False
     return state, True
@@ -175,18 +210,13 @@ def _next(step: int, every: int) -> int:
     return (step // every + 1) * every
 
 
-def _advance(
-    config: Config, hyper: Hyper, task: Task, chunk: int, mesh: sharding.Mesh | None
-) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
-    """(state, hyper, stop, data) -> (state at `stop`, LOGGED arrays [chunk]); compiles once, the state is donated."""
-    constrain = sharding.constrain(mesh)
+@dataclasses.dataclass(frozen=True)
+class _Begun:
+    """What a run starts from: meta of the checkpoint, {} for a fresh state; lines to show."""
 
-    def advance(state: TrainState, hyper: Hyper, stop: jax.Array, data: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        return take_steps(config, task, state, hyper, stop, chunk, data, LOGGED, constrain)
-
-    # The state comes out as it goes in: the second call is the first one's program.
-    record = None if mesh is None else sharding.replicated(mesh)
-    return jax.jit(advance, donate_argnums=0, out_shardings=(_places(config, hyper, mesh), record))
+    state: TrainState
+    meta: Mapping[str, Any]
+    notes: list[str]
 
 
 def _start(
@@ -196,18 +226,20 @@ def _start(
     saves: Path,
     mesh: sharding.Mesh | None,
     warm: Callable[[TrainState], tuple[TrainState, list[str]]] | None,
-) -> tuple[TrainState, list[str]]:
+) -> _Begun:
     """The newest good checkpoint, or a fresh state (made in place: no device holds all of it), warmed; and notes."""
     like = abstract_state(config, hyper, mesh)
     notes = [] if mesh is None else sharding.dropped(config, like.params, mesh)
     if saves.is_dir() and checkpoint.steps(saves):
         restored = checkpoint.restore_latest(saves, like)
-        return restored.state, notes + restored.notes
+        return _Begun(restored.state, restored.meta, notes + restored.notes)
     fresh = jax.jit(lambda h, key: init_state(config, h, key), out_shardings=_places(config, hyper, mesh))
     state, taken = jax.block_until_ready(fresh(device_hyper(hyper, mesh), run_key(seed))), []
     if warm is not None:
         state, taken = warm(state)
-    return state, notes + taken
+        if state.ema is not None:
+            state = dataclasses.replace(state, ema=jax.tree.map(jnp.copy, state.params))
+    return _Begun(state, {}, notes + taken)
 
 
 class _Log:
@@ -236,7 +268,7 @@ class _Log:
                 finite = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in row.items()}
                 file.write(json.dumps(finite) + "\n")
 
-    def steps(self, start: int, record: dict[str, np.ndarray]) -> None:
+    def steps(self, start: int, record: Record) -> None:
         """A row for each update from `start` on."""
         count = len(record["loss"])
         self.rows({"step": start + i, **{name: float(x[i]) for name, x in record.items()}} for i in range(count))

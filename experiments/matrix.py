@@ -76,7 +76,7 @@ def rows_of(restore: str) -> list[Row]:
 
         config, hyper = evaluate.saved_configuration(restore)
         found = checkpoint.restore_latest(folder / "checkpoints", abstract_state(config, hyper))
-        return [Row("trained", config, hyper, [found.state.params], found.step, found.notes)]
+        return [Row("trained", config, hyper, [found.state.weights], found.step, found.notes)]
     answer = read_json(folder / "results.json")
     if answer is None or "arms" not in answer:
         raise WorkdirError(f"--restore={restore} holds no finished sweep: results.json with arms is wanted")

@@ -104,7 +104,7 @@ def measure(
     so that it can be drawn over steps. loss, accuracy: on all batches if `final`, else on those.
     losses: name -> another loss, whose numbers are SPLIT_NAME_loss and so on.
     """
-    out = dict(observe(config, hyper, state.params, task.eval_batch(data, "selection", jnp.zeros((), jnp.int32))))
+    out = dict(observe(config, hyper, state.weights, task.eval_batch(data, "selection", jnp.zeros((), jnp.int32))))
     # One loop over the batches of both splits: the forward pass is compiled once.
     splits, totals = list(task.eval_batches), np.asarray(list(task.eval_batches.values()))
     sparse = jnp.asarray(np.maximum(1, totals // quick))
@@ -121,7 +121,7 @@ def measure(
         index = (i - which * counts[0]) * stride[which]
         branches = [lambda j, s=split: task.eval_batch(data, s, j) for split in splits]
         batch = jax.lax.switch(which, branches, index)
-        sums = {name: loss(config, state.params, hyper, batch, index) for name, loss in asked.items()}
+        sums = {name: loss(config, state.weights, hyper, batch, index) for name, loss in asked.items()}
         on_curve = (index % sparse[which] == 0).astype(jnp.float32)
         every, curve = carry
         every = jax.tree.map(lambda total, x: total.at[which].add(x), every, sums)

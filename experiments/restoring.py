@@ -12,7 +12,7 @@ from transformer_jax.config import Config, Hyper, with_terms
 from transformer_jax.errors import CheckpointError
 from transformer_jax.saver import Keep
 
-METRIC = "loss"  # what "best" is the lowest of, on the selection split
+METRIC = "loss"  # what "best" is the lowest of, on the selection split, where a run names nothing else
 
 
 def folders(restore: str) -> list[Path]:
@@ -39,14 +39,15 @@ def folder_of_train(restore: str) -> Path:
 
 
 def best_step(folder: Path) -> int:
-    """The step with the lowest selection loss among the sound checkpoints whose save measured one.
+    """The step that is best by what its run was judged by, among the sound checkpoints whose save measured it.
 
     Raises CheckpointError where none did.
     """
-    keep, values = Keep(best=METRIC), {}
+    values = {}
     for step in checkpoint.steps(folder):
         try:
-            values[step] = keep.value(checkpoint.read_meta(folder, step))
+            meta = checkpoint.read_meta(folder, step)
+            values[step] = Keep(best=meta.get("judged_by", METRIC)).value(meta)
         except CheckpointError:
             continue
     measured = {step: value for step, value in values.items() if value < math.inf}

@@ -132,7 +132,7 @@ def run(settings: Settings) -> int:
         if settings.num_samples > 1:
             show(f"--- {number + 1} of {settings.num_samples}\n")
         columns = stream(
-            restored.state.params, config, hyper, [prompt], jax.random.key(settings.seed), max_new_tokens=count,
+            restored.state.weights, config, hyper, [prompt], jax.random.key(settings.seed), max_new_tokens=count,
             sampler=sampler, stop_ids=codec.stop_ids, row_ids=[number], sources=None if source is None else [source],
         )  # fmt: skip
         shower = codec.shower()

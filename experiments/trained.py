@@ -47,7 +47,7 @@ def _group(folder: Path) -> dict[Run, Model]:
         raise WorkdirError(f"{folder}: the newest good models are of step {restored.step} of {config.steps}{why}")
     out = {}
     for r, (run, hyper) in enumerate(zip(meta["runs"], meta["hypers"], strict=True)):
-        params = jax.tree.map(lambda x, r=r: x[r], restored.state["states"].params)
+        params = jax.tree.map(lambda x, r=r: x[r], restored.state["states"].weights)
         out[Run(**run)] = Model(config, from_dict(Hyper, hyper), params, restored.step)
     return out
 

@@ -29,7 +29,7 @@ class Keep:
     """Which checkpoints of a run stay: the union of three rules; the rest is deleted as new ones come.
 
     last: the newest so many, at least 1. every: each step that it divides; 0: no such rule.
-    best: the one with the lowest meta["metrics"][best], the first of equals; "": no such rule.
+    best: the one with the lowest meta["metrics"][best], the first of equals; "-NAME": the highest; "": no such rule.
     Raises CheckpointError for last < 1 or every < 0.
     """
 
@@ -44,9 +44,11 @@ class Keep:
             raise CheckpointError(f"keep_every={self.every}: at least 0")
 
     def value(self, meta: Mapping[str, Any]) -> float:
-        """The metric of a checkpoint that `best` compares; infinity where it was not measured or is not finite."""
-        found = (meta.get("metrics") or {}).get(self.best)
-        return float(found) if isinstance(found, int | float) and math.isfinite(found) else math.inf
+        """What `best` keeps the lowest of, minus a metric that is to be high; infinity where it is no finite number."""
+        found = (meta.get("metrics") or {}).get(self.best.removeprefix("-"))
+        if not isinstance(found, int | float) or not math.isfinite(found):
+            return math.inf
+        return -float(found) if self.best.startswith("-") else float(found)
 
     def kept(self, written: Sequence[int], values: Mapping[int, float]) -> set[int]:
         """Of the steps `written`, oldest first, with their `value`: those that stay."""

@@ -25,19 +25,28 @@ class TrainState:
     """All that a run must keep. step: int32, updates made. key: the run's own, never advanced.
 
     Every draw is a function of (key, step): a restored run continues as if never stopped.
+    ema: the moving average of the parameters; None where the config lacks the term.
     """
 
     step: jax.Array
     params: Transformer
     opt_state: Any
     key: jax.Array
+    ema: Transformer | None = None
+
+    @property
+    def weights(self) -> Transformer:
+        """What a model is judged by and used with: the averaged parameters where they are kept."""
+        return self.params if self.ema is None else self.ema
 
 
 def init_state(config: Config, hyper: Hyper, key: jax.Array) -> TrainState:
     """Fresh parameters and moments from the run's key (copied: donating the state leaves the caller's key)."""
     params = init_transformer(keys.named(key, "init"), config)
     rule: Any = optimizer(config, hyper)
-    return TrainState(jnp.zeros((), jnp.int32), params, rule.init(params), jax.random.clone(key))
+    # A copy: the average and the parameters are donated apart.
+    ema = jax.tree.map(jnp.copy, params) if config.has("ema") else None
+    return TrainState(jnp.zeros((), jnp.int32), params, rule.init(params), jax.random.clone(key), ema)
 
 
 def batch_key(key: jax.Array, step: jax.Array) -> jax.Array:
@@ -170,7 +179,19 @@ def train_step(
     if sums.experts is not None:
         routed = sums.experts.mean()
         metrics |= {"load_balance": routed.load_balance, "router_z": routed.z, "dropped": routed.dropped}
-    return TrainState(state.step + 1, params, opt_state, state.key), metrics
+    ema = None if state.ema is None else averaged(state.ema, params, hyper, state.step + 1)
+    return TrainState(state.step + 1, params, opt_state, state.key, ema), metrics
+
+
+def averaged(ema: Transformer, params: Transformer, hyper: Hyper, updates: jax.Array) -> Transformer:
+    """The moving average after `updates` (1, 2, …) updates, the last of which gave `params`.
+
+    ema += (1 - d) (params - ema), d = min(ema_decay, (1 + updates) / (10 + updates)): young averages forget
+    quickly, so that nothing is left of the first parameters and no bias needs correction.
+    """
+    n = updates.astype(jnp.float32)
+    decay = jnp.minimum(jnp.asarray(hyper.ema_decay, jnp.float32), (1.0 + n) / (10.0 + n))
+    return jax.tree.map(lambda old, new: old + (1.0 - decay).astype(old.dtype) * (new - old), ema, params)
 
 
 def eval_step(
