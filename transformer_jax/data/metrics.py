@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from transformer_jax.errors import DataError, unknown
 
 References = Sequence[Sequence[str]]
-Split = Callable[[str], Sequence[str]]
+Split = Callable[[str], list[str]]
 
 
 class Score(NamedTuple):
@@ -165,7 +165,7 @@ def _sacrebleu() -> Any:
 
 # --- which to use ---------------------------------------------------------------
 
-WORDS, TEXTS = ("symbols", "chars"), ("bpe", "bytes")
+WORDS, TEXTS = ("symbols", "chars"), ("bpe", "bytes", "file")
 METRICS: dict[str, Metric] = {
     "word_error_rate": Metric(word_error_rate, True, "word error rate (whole outputs)", WORDS),
     "phone_error_rate": Metric(phone_error_rate, True, "phone error rate (symbol edits)", ("symbols",)),
