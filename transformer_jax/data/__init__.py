@@ -6,13 +6,20 @@
     text.py    the bytes of a file, or of the text that ships with Python
     tasks.py   `Task`; copy, reverse, induction, recall, modular: made from a key
     markov.py  Markov chains whose entropy rate is known exactly
+    pairs.py       pairs of texts from files; cmudict.py: from a dictionary
+    tokenizers.py  text to ids and back; subwords.py: with the package tokenizers;
+                   vocabularies.py: of both sides, chosen and fitted
+    rows.py        rows of many lengths, and their layout
+    pairs_task.py  the tasks on pairs, with their tokenizers
+    batches.py     pairs in batches of a few shapes, made on the host
 
-A batch depends on the task, text, architecture, vocab_size, seq_len and batch_size of its
+A batch depends on the data fields, architecture, vocab_size, seq_len and batch_size of its
 Config and on its key, and on nothing else: arms that differ in the model see the same batches.
 """
 
 from transformer_jax.config import Config
 from transformer_jax.data.markov import markov_task
+from transformer_jax.data.pairs_task import PAIR_TASKS, evaluation_task, pair_sizes, pairs_task
 from transformer_jax.data.tasks import (
     END,
     PAD,
@@ -27,6 +34,8 @@ from transformer_jax.data.tasks import (
     recall_task,
 )
 from transformer_jax.data.text import text_task
+from transformer_jax.data.vocabularies import Tokenizers
+from transformer_jax.errors import DataError
 
 __all__ = [
     "END",
@@ -35,7 +44,9 @@ __all__ = [
     "SPLITS",
     "START",
     "Task",
+    "Tokenizers",
     "check_ids",
+    "evaluation_task",
     "make_task",
     "prompt_and_reference",
     "resolve",
@@ -63,14 +74,31 @@ _MAKERS = {
 
 
 def resolve(config: Config) -> Config:
-    """`config` with vocab_size filled from the task where it is 0; reads no file, touches no device."""
-    return config if config.vocab_size else config.replace(vocab_size=OWN_VOCABULARY[config.task])
+    """`config` with vocab_size filled from the task where it is 0; touches no device.
+
+    Pairs: source_vocab_size too. Their files are read and their tokenizers fitted, once for all calls
+    as long as the files stay what they are. Other tasks read nothing.
+    """
+    if config.vocab_size:
+        return config
+    if config.task in PAIR_TASKS:
+        return config.replace(**pair_sizes(config))
+    return config.replace(vocab_size=OWN_VOCABULARY[config.task])
 
 
-def make_task(config: Config) -> Task:
+def make_task(config: Config, tokenizers: Tokenizers | None = None, strict: bool = False) -> Task:
     """The task of `config` with its data on the device.
 
-    Raises DataError, in one line that names the values, for a text that cannot be read or
-    is too short, and for a seq_len, vocab_size or architecture that the task cannot have.
+    tokenizers: of a trained model, for a task on pairs; None: fitted to its training side. strict: a
+    line that holds no pair, or one that does not fit, is an error. Raises DataError, in one line that
+    names the values, for data that cannot be read or is too short, and for a seq_len, vocab_size or
+    architecture that the task cannot have.
     """
-    return _MAKERS[config.task](resolve(config))
+    if tokenizers is not None and not config.vocab_size:
+        config = config.replace(vocab_size=tokenizers.vocab_size, source_vocab_size=tokenizers.source_vocab_size)
+    config = resolve(config)
+    if config.task in PAIR_TASKS:
+        return pairs_task(config, tokenizers, strict)
+    if tokenizers is not None or strict:
+        raise DataError(f"task {config.task} has no pairs: neither tokenizers nor strict apply")
+    return _MAKERS[config.task](config)

@@ -19,7 +19,7 @@ import dataclasses
 import itertools
 import string
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,9 @@ from transformer_jax.batch import Batch
 from transformer_jax.config import Config
 from transformer_jax.errors import DataError, unknown
 from transformer_jax.keys import named
+
+if TYPE_CHECKING:
+    from transformer_jax.data.pairs_task import Sides
 
 PAD, START, END = 0, 1, 2
 FIRST_SYMBOL = 3
@@ -51,7 +54,7 @@ class Task:
     train_batch(data, key): B rows of seq_len. eval_batch(data, split, index): the
     index-th fixed batch of "selection" or "report"; split is static, index may be traced.
     eval_batches: number of these for each split. show: ids -> readable text.
-    sha256: of the data, "" for a generated task.
+    sha256: of the data, "" for a generated task. text: tokenizers and texts of a task on pairs.
     """
 
     name: str
@@ -63,6 +66,7 @@ class Task:
     eval_batches: Mapping[str, int]
     show: Callable[[Any], str]
     sha256: str
+    text: "Sides | None" = None
 
 
 # --- checks on the host --------------------------------------------------------
@@ -131,7 +135,9 @@ def prompt_and_reference(config: Config, task: Task, batch: Batch, row: int = 0)
 
     targets, counted = np.asarray(batch.targets_BT)[row], np.flatnonzero(np.asarray(batch.weights_BT)[row] > 0)
     if config.architecture == "encoder_decoder":
-        return task.show(part(batch.source_BS, batch.source_lengths_B)), task.show(targets[counted])
+        source = part(batch.source_BS, batch.source_lengths_B)
+        read = task.text.tokenizers.source.decode(source.tolist()) if task.text else task.show(source)
+        return read, task.show(targets[counted])
     tokens = part(batch.tokens_BT, batch.lengths_B)
     if config.architecture == "encoder" or counted.size == 0:
         return task.show(tokens), task.show(targets[counted])

@@ -1,0 +1,256 @@
+"""Pairs of a source and a target text, read from files.
+
+What is read: a TSV file (source, tab, target), two line-aligned files "SOURCE,TARGET", a JSONL
+file (objects with "source" and "target", "src" and "tgt", or "translation" with two texts in
+order), or a file of SCAN's lines (IN: source OUT: target). Each may be gzipped, or a member of a
+zip archive: "archive.zip" if one member holds data, else "archive.zip:member".
+
+Files are UTF-8, with or without a byte order mark; a line ends with \\n, \\r\\n or \\r, and the last
+one need not. The text between is taken as it stands: nothing is normalised or stripped. Lines that
+hold no pair are skipped, and counted in the notes.
+"""
+
+import dataclasses
+import gzip
+import hashlib
+import io
+import json
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from transformer_jax.errors import DataError
+
+MAX_BYTES = 1 << 30  # of a file, unpacked
+JSON_ENDINGS = (".jsonl", ".ndjson", ".json")
+JSON_KEYS = (("source", "target"), ("src", "tgt"))
+ONE_SIDED, MANY_TABS, NO_OBJECT = "one-sided lines", "lines of more than two columns", "lines that are no JSON pair"
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """Texts side by side, none of them blank. notes: what was read and what was skipped, in lines for a person.
+
+    sha256: of the files' contents, unpacked.
+    """
+
+    name: str
+    sources: list[str]
+    targets: list[str]
+    notes: list[str]
+    sha256: str
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def part(self, rows: Sequence[int]) -> "Pairs":
+        """The pairs of these numbers."""
+        sources, targets = ([texts[i] for i in rows] for texts in (self.sources, self.targets))
+        return dataclasses.replace(self, sources=sources, targets=targets, notes=[])
+
+
+def read_pairs(path: str, *, option: str = "--pairs", strict: bool = False) -> Pairs:
+    """The pairs of a file, or of two files "SOURCE,TARGET".
+
+    Blank lines are skipped and counted; so are lines with one side only, of more than two columns,
+    or that are no JSON pair, unless `strict`: then the first such line is an error. In line-aligned
+    files a line that is blank in one of them loses its pair.
+    Raises DataError, naming `option`, for a file that is missing, unreadable, damaged, empty or not
+    UTF-8 (with line and offset), for files of unequal length, and where no pair is left.
+    """
+    given = f"{option}={path!r}"
+    files = files_of(path)
+    unpacked = [_content(file, option) for file in files]
+    contents = [content for content, _ in unpacked]
+    texts = [_text(content, f"{option}={file!r}") for file, content in zip(files, contents, strict=True)]
+    lines = [split_lines(text) for text in texts]
+    if len(lines) == 2 and len(lines[0]) != len(lines[1]):
+        counts = " and ".join(f"{len(part):,} lines in {file!r}" for part, file in zip(lines, files, strict=True))
+        raise DataError(f"{option}: the files are not line by line: {counts}")
+    name = " + ".join(Path(file).name for file in files)
+    read = _Reader(given, name, strict)
+    columns = _columns(unpacked[0][1], lines)
+    for number, row in enumerate(columns, 1):
+        read.line(number, row)
+    if not read.sources:
+        raise DataError(f"{given} holds no pair: {read.skipped() or 'it is blank'}")
+    summary = "; skipped ".join(part for part in (f"{name}: {len(read.sources):,} pairs", read.skipped()) if part)
+    digest = hashlib.sha256(b"".join(hashlib.sha256(content).digest() for content in contents))
+    return Pairs(name, read.sources, read.targets, [summary], digest.hexdigest())
+
+
+class _Reader:
+    """Takes rows of columns, keeps those that are pairs, and counts the others."""
+
+    def __init__(self, given: str, name: str, strict: bool):
+        self.given, self.name, self.strict = given, name, strict
+        self.sources: list[str] = []
+        self.targets: list[str] = []
+        self.blank = 0
+        self.faults: dict[str, list[int]] = {}
+
+    def line(self, number: int, row: "list[str] | str") -> None:
+        """One line: its columns, or what is wrong with it."""
+        if isinstance(row, str):
+            return self._fault(number, row)
+        empty = [not column.strip() for column in row]
+        if all(empty):
+            self.blank += 1
+        elif len(row) > 2:
+            self._fault(number, MANY_TABS)
+        elif len(row) < 2 or any(empty):
+            self._fault(number, ONE_SIDED)
+        else:
+            self.sources.append(row[0])
+            self.targets.append(row[1])
+
+    def _fault(self, number: int, kind: str) -> None:
+        if self.strict:
+            raise DataError(f"{self.given}, line {number}: one of the {kind} (without --strict they are skipped)")
+        self.faults.setdefault(kind, []).append(number)
+
+    def skipped(self) -> str:
+        """What was skipped, in words; "" if nothing was."""
+        blank = [_count(self.blank, "blank lines")] if self.blank else []
+        faults = [f"{_count(len(lines), kind)} (first: line {lines[0]})" for kind, lines in self.faults.items()]
+        return ", ".join(blank + faults)
+
+
+def _count(number: int, things: str) -> str:
+    return f"{number:,} {things.replace('lines', 'line', 1).replace('that are', 'that is') if number == 1 else things}"
+
+
+def _columns(name: str, lines: list[list[str]]) -> Iterator["list[str] | str"]:
+    """Each line as its columns, or as the kind of its fault."""
+    if len(lines) == 2:
+        return (list(row) for row in zip(*lines, strict=True))
+    if name.lower().removesuffix(".gz").endswith(JSON_ENDINGS):
+        return (_json_pair(line) for line in lines[0])
+    first = next((line for line in lines[0] if line.strip()), "")
+    if first.startswith("IN: ") and " OUT: " in first and "\t" not in first:
+        return (line.removeprefix("IN: ").split(" OUT: ") for line in lines[0])
+    return (line.split("\t") for line in lines[0])
+
+
+def _json_pair(line: str) -> "list[str] | str":
+    if not line.strip():
+        return [""]
+    try:
+        row: Any = json.loads(line)
+    except ValueError:
+        return NO_OBJECT
+    row = row if isinstance(row, dict) else {}
+    if isinstance(row.get("translation"), dict):
+        sides = list(row["translation"].values())
+    else:
+        sides = next(([row.get(key) for key in keys] for keys in JSON_KEYS if set(keys) & set(row)), [])
+    if len(sides) != 2 or not all(side is None or isinstance(side, str) for side in sides):
+        return NO_OBJECT
+    sides = [side or "" for side in sides]
+    # JSON can spell half of a surrogate pair, which is no text.
+    if any("\ud800" <= letter <= "\udfff" for side in sides for letter in side):
+        return NO_OBJECT
+    return sides if any(side.strip() for side in sides) else ONE_SIDED
+
+
+def split_lines(text: str) -> list[str]:
+    """Lines without their endings; a last line break ends a line and begins none.
+
+    Not str.splitlines, which also parts at characters that are text: U+2028, U+0085, \\v, \\f.
+    """
+    lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    return lines[:-1] if not lines[-1] else lines
+
+
+# --- files ---------------------------------------------------------------------
+
+
+def files_of(path: str) -> list[str]:
+    """The one or two files that `path` names; a comma in a file's own name is no border.
+
+    Raises DataError if a comma parts it but both parts are not files, and for an empty path.
+    """
+    if not path:
+        raise DataError("no file of pairs is given: --pairs=FILE, or --pairs=SOURCE,TARGET")
+    if "," not in path or Path(outer_file(path)).exists():
+        return [path]
+    cuts = [i for i, letter in enumerate(path) if letter == ","]
+    both = [(path[:i], path[i + 1 :]) for i in cuts]
+    return list(next((two for two in both if all(Path(outer_file(part)).exists() for part in two)), both[0]))
+
+
+def outer_file(file: str) -> str:
+    """The file on disk: what stands before the member's name of a zip archive."""
+    before, colon, _ = file.partition(".zip:")
+    return f"{before}.zip" if colon else file
+
+
+def _content(file: str, option: str) -> tuple[bytes, str]:
+    """The bytes of a file, unpacked, and its name, or that of the archive's member."""
+    given, path, name = f"{option}={file!r}", Path(outer_file(file)), file
+
+    def refuse(why: str) -> NoReturn:
+        raise DataError(f"{given}{why}")
+
+    try:
+        if path.is_dir():
+            refuse(" is a directory: give a file of pairs")
+        if not path.exists():
+            refuse(f": no such file as {str(path)!r}")
+        if not path.is_file():
+            refuse(" is not a regular file")
+        with path.open("rb") as stream:
+            content = _limited(stream, refuse)
+        if content.startswith(b"PK\x03\x04"):
+            name, content = _member(content, file, refuse)
+        elif outer_file(file) != file:
+            refuse(" is no zip archive")
+        if content.startswith(b"\x1f\x8b"):
+            with gzip.open(io.BytesIO(content)) as stream:
+                content = _limited(stream, refuse)
+    except (gzip.BadGzipFile, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+        raise DataError(f"{given} is damaged or cannot be unpacked: {error}") from error
+    except OSError as error:
+        raise DataError(f"{given} cannot be read: {error.strerror or error}") from error
+    if not content:
+        refuse(" is empty")
+    return content, name
+
+
+def _limited(stream: Any, refuse: Callable[[str], NoReturn]) -> bytes:
+    content = stream.read(MAX_BYTES + 1)
+    return content if len(content) <= MAX_BYTES else refuse(f" has more than {MAX_BYTES} bytes")
+
+
+def _member(content: bytes, file: str, refuse: Callable[[str], NoReturn]) -> tuple[str, bytes]:
+    """(name, bytes) of the member of a zip archive that is asked for, or the only one that looks like data."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        names = [info.filename for info in archive.infolist() if not info.is_dir()]
+        wanted = file.partition(".zip:")[2]
+        if not wanted:
+            data = [name for name in names if not name.rpartition("/")[2].startswith(("_", ".")) and name[0] != "_"]
+            if len(data) != 1:
+                refuse(f" holds {len(data)} files of data: say which, as archive.zip:MEMBER ({_some(names)})")
+            wanted = data[0]
+        elif wanted not in names:
+            refuse(f": no such member; it holds {_some(names)}")
+        with archive.open(wanted) as stream:
+            return wanted, _limited(stream, refuse)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+
+
+def _text(content: bytes, given: str) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        # With a byte order mark, the codec counts from behind it.
+        place = error.start + (3 if content.startswith(b"\xef\xbb\xbf") and len(error.object) < len(content) else 0)
+        line = len(split_lines(content[:place].decode("utf-8", "replace") + "x"))
+        raise DataError(
+            f"{given} is not UTF-8: byte 0x{content[place]:02x} in line {line}, at offset {place}"
+        ) from error
