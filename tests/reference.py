@@ -173,12 +173,13 @@ def sinusoid(position: int, D: int) -> np.ndarray:
 # --- whole models -----------------------------------------------------------------
 
 
-def embed(p: Any, tokens: np.ndarray, config: Any) -> np.ndarray:
-    """[B, T] ids -> [B, T, D]: scaled rows, then absolute positions."""
+def embed(p: Any, tokens: np.ndarray, config: Any, source: bool = False) -> np.ndarray:
+    """[B, T] ids -> [B, T, D]: scaled rows (of the source's own table), then absolute positions."""
+    table = p.source_VD if source and config.source_vocab_size else p.embed_VD
     scale = math.sqrt(config.D) if config.scale_embeddings else 1.0
     out = np.zeros((*tokens.shape, config.D))
     for b, t in np.ndindex(tokens.shape):
-        out[b, t] = p.embed_VD[tokens[b, t]] * scale
+        out[b, t] = table[tokens[b, t]] * scale
         if config.positions == "sinusoidal":
             out[b, t] += sinusoid(t, config.D)
         elif config.positions == "learned":
@@ -242,8 +243,9 @@ def transformer(params: Any, config: Any, hyper: Any, batch: Any) -> np.ndarray:
         source, lengths = np.asarray(batch.source_BS), batch.source_lengths_B
         S = source.shape[1]
         both_ways = mask_array(lambda b, n, i, j: real(lengths, b, j), B, config.N, S, S)
-        memory = stack(p.encoder, embed(p.embedding, source, config), settings, both_ways)
+        memory = stack(p.encoder, embed(p.embedding, source, config, True), settings, both_ways)
         memory_allowed = mask_array(lambda b, n, i, j: real(lengths, b, j), B, config.N, T, S)
     main = p.encoder if config.architecture == "encoder" else p.decoder
     x = stack(main, embed(p.embedding, tokens, config), settings, allowed, memory, memory_allowed)
-    return x @ (p.embedding.embed_VD.T if p.embedding.wout_DV is None else p.embedding.wout_DV)
+    logits = x @ (p.embedding.embed_VD.T if p.embedding.wout_DV is None else p.embedding.wout_DV)
+    return logits + p.embedding.bout_V if config.output_bias else logits

@@ -7,7 +7,7 @@ import pytest
 
 from tests import reference
 from transformer_jax.config import Config, Hyper
-from transformer_jax.embedding import Embedding, embed, init_embedding, unembed
+from transformer_jax.embedding import Embedding, embed, init_embedding, of_source, unembed
 from transformer_jax.errors import ConfigError
 
 V, D = 13, 6
@@ -30,6 +30,14 @@ def test_initial_parameters(key: jax.Array) -> None:
     both = init_embedding(key, config(tie_embeddings=False, positions="learned", max_positions=11))
     assert both.wout_DV.shape == (D, V) and both.position_PD.shape == (11, D)
     np.testing.assert_array_equal(tied.embed_VD, both.embed_VD)  # other parts do not reshuffle it
+    more = config(tie_embeddings=False, architecture="encoder_decoder", source_vocab_size=997, output_bias=True)
+    own = init_embedding(key, more)
+    np.testing.assert_array_equal(own.embed_VD, both.embed_VD)
+    np.testing.assert_array_equal(own.wout_DV, both.wout_DV)
+    assert own.source_VD.shape == (997, D) and float(np.std(own.source_VD)) == pytest.approx(D**-0.5, rel=0.05)
+    assert not np.isin(own.embed_VD, own.source_VD).any()
+    assert own.bout_V.shape == (V,) and not own.bout_V.any()
+    assert both.source_VD is None and both.bout_V is None
     large = init_embedding(key, config(vocab_size=997, d_model=101, tie_embeddings=False))
     assert float(np.std(large.embed_VD)) == pytest.approx(101**-0.5, rel=0.02)
     assert float(np.std(large.wout_DV)) == pytest.approx(101**-0.5, rel=0.02)
@@ -83,6 +91,28 @@ def test_tied_output_is_the_transpose(params: Embedding) -> None:
         atol=1e-5,
     )
     assert np.max(np.abs(unembed(params, x, Config(), Hyper()) - unembed(tied, x, Config(), Hyper()))) > 0.1
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_bias_is_added_after_the_factor_and_before_the_cap(params: Embedding, tied: bool) -> None:
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, D)), jnp.float32)
+    bare = Embedding(params.embed_VD, None, None if tied else params.wout_DV)
+    bias = jnp.arange(V, dtype=jnp.float32)
+    c, hyper = config(scale_logits=True, terms=("final_softcap",)), Hyper(final_softcap=3.0)
+    want = np.asarray(unembed(bare, x, config(scale_logits=True), Hyper())) + np.arange(V)
+    got = unembed(bare.replace(bout_V=bias), x, c, hyper)
+    np.testing.assert_allclose(got, 3 * np.tanh(want / 3), atol=1e-5)
+
+
+def test_the_encoder_reads_its_own_table_where_it_has_one(params: Embedding) -> None:
+    own = params.replace(source_VD=params.embed_VD[::-1])
+    c = config(positions="learned", max_positions=11)
+    np.testing.assert_array_equal(
+        embed(of_source(own), TOKENS, POSITIONS, c), embed(params, V - 1 - TOKENS, POSITIONS, c)
+    )
+    np.testing.assert_array_equal(embed(of_source(params), TOKENS, POSITIONS, c), embed(params, TOKENS, POSITIONS, c))
+    short = own.replace(source_VD=own.source_VD[:5])  # an id that the decoder has and the encoder has not
+    assert np.isnan(embed(of_source(short), jnp.asarray([[7]]), POSITIONS[:, :1], c)).all()
 
 
 def test_tied_weights_get_both_gradients(params: Embedding) -> None:

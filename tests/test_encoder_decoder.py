@@ -121,12 +121,14 @@ def test_decoder_equals_the_loop(name: str) -> None:
         {"norm": "rmsnorm", "ffn": "swiglu", "num_encoder_layers": 1, "num_layers": 3},
         {"positions": "learned", "norm_placement": "sandwich", "num_kv_heads": 1},
         {"architecture": "encoder", "norm_placement": "post", "tie_embeddings": False},
+        {"source_vocab_size": V + 5, "output_bias": True, "positions": "learned", "num_layers": 1},
     ],
 )
 def test_encoder_decoder_equals_the_loop(changes: dict[str, Any]) -> None:
     config = SMALL.replace(**{"architecture": "encoder_decoder", **changes})
     p = parameters(config)
-    b = batch(source_BS=tokens(2, S, seed=1), source_lengths_B=jnp.array([2, S]), lengths_B=jnp.array([T, 4]))
+    source = tokens(2, S, seed=1) + config.source_vocab_size // 3  # ids that only a table of its own has
+    b = batch(source_BS=source, source_lengths_B=jnp.array([2, S]), lengths_B=jnp.array([T, 4]))
     want = reference.transformer(p, config, HYPER, b)
     np.testing.assert_allclose(logits_of(config, p, HYPER, b), want, atol=1e-5 * max(1, np.abs(want).max()))
 

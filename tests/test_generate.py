@@ -26,9 +26,9 @@ def alone(prompt: list[int], **options: Any) -> np.ndarray:
 def test_b6_b8_a_row_of_a_padded_batch_is_as_alone(side: str, temperature: float) -> None:
     sampler, key = Sampler(temperature=temperature, repetition_penalty=4.0), jax.random.key(0)
     asked, room = decode._request(TEXT, HYPER, PROMPTS, key, max_new_tokens=9, sampler=sampler)
-    tokens, real = padded(PROMPTS, asked.tokens_BT.shape[1], side)
-    asked = dataclasses.replace(asked, tokens_BT=jnp.asarray(tokens + 9 * ~real), real_BT=jnp.asarray(real))
-    made = decode._write(parameters(TEXT), TEXT, decode._numbers(HYPER), asked, room)
+    tokens, real = padded(PROMPTS, asked.given.tokens_BT.shape[1], side)
+    asked = dataclasses.replace(asked, given=decode.Given(jnp.asarray(tokens + 9 * ~real), jnp.asarray(real)))
+    made = decode._write(parameters(TEXT), TEXT, decode.on_device(HYPER), asked, room)
     for b, prompt in enumerate(PROMPTS):
         want = alone(prompt, max_new_tokens=9, sampler=sampler, row_ids=[b])
         np.testing.assert_array_equal(made.ids_BT[b, :9], want)
@@ -141,7 +141,8 @@ def test_prompts_in_pieces_and_a_ring_give_the_same_ids() -> None:
 def test_translations_are_as_alone_and_as_without_a_cache() -> None:
     """Also where the encoder's angles follow the length: that of the source, not of its bucket."""
     config = SMALL.replace(architecture="encoder_decoder", rope_scaling="dynamic", rope_original_positions=6)
-    params, sources = parameters(config), [[3, 4, 5, 6, 7, 8, 9], [8]]
+    config = config.replace(source_vocab_size=V + 3)
+    params, sources = parameters(config), [[3, 4, 5, 6, 7, 8, V + 2], [V]]
     options: Any = {"max_new_tokens": 5, "sampler": GREEDY, "stop_ids": (0,)}
     made = generate(params, config, HYPER, [[1], [1]], jax.random.key(0), sources=sources, **options)
     for b, source in enumerate(sources):
@@ -172,6 +173,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "architecture=encoder_decoder needs sources": ({"architecture": "encoder_decoder"}, {}),
     "2 sources for 1 prompts": ({"architecture": "encoder_decoder"}, {"sources": [[1], [2]]}),
     "source 0 is empty": ({"architecture": "encoder_decoder"}, {"sources": [[]]}),
+    "id 5 at 1 is outside the vocabulary of 5": (
+        {"architecture": "encoder_decoder", "source_vocab_size": 5}, {"sources": [[1, 5]]}),
     "max_new_tokens=0 is out of range": ({}, {"max_new_tokens": 0}),
     "prompt 0 is empty": ({}, {"prompts": [[]]}),
     "no prompts": ({}, {"prompts": []}),

@@ -103,8 +103,11 @@ def test_against_a_loop_in_float64(kind: str) -> None:
             np.testing.assert_allclose(getattr(path[k], name), p, rtol=1e-5, atol=1e-6, err_msg=f"{name} at {k}")
 
 
-DECAYED = {"embed_VD", "position_PD", "wout_DV", "wq_DNH", "wk_DKH", "wv_DKH", "wo_NHD", "w1_DF", "w2_FD", "wg_DF"}
-KEPT = {"scale_D", "bias_D", "bq_NH", "bk_KH", "bv_KH", "bo_D", "b1_F", "b2_D", "bg_F"}
+DECAYED = {
+    "embed_VD", "source_VD", "position_PD", "wout_DV", "wq_DNH", "wk_DKH", "wv_DKH", "wo_NHD",
+    "w1_DF", "w2_FD", "wg_DF",
+}  # fmt: skip
+KEPT = {"scale_D", "bias_D", "bq_NH", "bk_KH", "bv_KH", "bo_D", "b1_F", "b2_D", "bg_F", "bout_V"}
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +125,8 @@ def everything() -> Transformer:
         tie_embeddings=False,
         attention_bias=True,
         norm_placement="sandwich",
+        source_vocab_size=11,
+        output_bias=True,
     )
     shapes = jax.eval_shape(lambda: init_transformer(jax.random.key(0), config))
     return jax.tree.map(lambda x: jnp.asarray(np.full(x.shape, 0.5, x.dtype)), shapes)

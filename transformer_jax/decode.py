@@ -40,23 +40,30 @@ Rows = Sequence[Sequence[int] | np.ndarray]
 
 
 @struct.dataclass
+class Given:
+    """What a batch begins with: tokens_BT with real_BT False on padding, on either side; the sources."""
+
+    tokens_BT: jax.Array
+    real_BT: jax.Array
+    source_BS: jax.Array | None = None
+    source_lengths_B: jax.Array | None = None
+
+
+@struct.dataclass
 class Prompts:
-    """What is asked for a batch, all of it traced. tokens_BT with real_BT False on padding, on either side.
+    """What is asked for a batch, all of it traced.
 
     sampler: numbers [B]. stop_ids: int32 [any number], -1 for none. rows_B: the row ids that draws depend on.
     most: new tokens at most. pad_id: what a finished row gives.
     """
 
-    tokens_BT: jax.Array
-    real_BT: jax.Array
+    given: Given
     key: jax.Array
     rows_B: jax.Array
     sampler: Sampler
     stop_ids: jax.Array
     most: jax.Array
     pad_id: jax.Array
-    source_BS: jax.Array | None = None
-    source_lengths_B: jax.Array | None = None
 
 
 class Room(NamedTuple):
@@ -102,24 +109,30 @@ class Generated:
 # --- on the device ----------------------------------------------------------------
 
 
-def begin(params: Transformer, config: Config, hyper: Hyper, prompts: Prompts, room: Room) -> State:
-    """Read the source and the prompts, and draw the first ids."""
-    (B, T), piece = prompts.tokens_BT.shape, room.piece
+def read(params: Transformer, config: Config, hyper: Hyper, given: Given, room: Room) -> tuple[Cache, jax.Array]:
+    """A cache that has the source and the prompts, and the decoder's output at each prompt's last token [B, D]."""
+    (B, T), piece = given.tokens_BT.shape, room.piece
     cache = init_cache(config, B, room.slots, piece=piece if room.ring else 0)
-    if prompts.source_BS is not None:
-        cache = read_source(params, config, hyper, cache, prompts.source_BS, prompts.source_lengths_B)
+    if given.source_BS is not None:
+        cache = read_source(params, config, hyper, cache, given.source_BS, given.source_lengths_B)
 
-    def read(carry: tuple[Cache, jax.Array], xs: tuple[jax.Array, jax.Array]) -> tuple[tuple[Cache, jax.Array], None]:
+    def one(carry: tuple[Cache, jax.Array], xs: tuple[jax.Array, jax.Array]) -> tuple[tuple[Cache, jax.Array], None]:
         cache, last_BD = carry
         tokens, real = xs
         x_BTD, cache = extend(params, config, hyper, cache, tokens, real)
         return (cache, jnp.where(jnp.any(real, axis=1)[:, None], last_real(x_BTD, real), last_BD)), None
 
-    pieces = jax.tree.map(
-        lambda x: x.reshape(B, T // piece, piece).swapaxes(0, 1), (prompts.tokens_BT, prompts.real_BT)
-    )
-    (cache, last_BD), _ = jax.lax.scan(read, (cache, jnp.zeros((B, config.D), config.compute_dtype)), pieces)
-    ids = jnp.where(prompts.real_BT, prompts.tokens_BT, config.V)
+    pieces = jax.tree.map(lambda x: x.reshape(B, T // piece, piece).swapaxes(0, 1), (given.tokens_BT, given.real_BT))
+    read_all, _ = jax.lax.scan(one, (cache, jnp.zeros((B, config.D), config.compute_dtype)), pieces)
+    return read_all
+
+
+def begin(params: Transformer, config: Config, hyper: Hyper, prompts: Prompts, room: Room) -> State:
+    """Read the source and the prompts, and draw the first ids."""
+    given = prompts.given
+    cache, last_BD = read(params, config, hyper, given, room)
+    B = given.tokens_BT.shape[0]
+    ids = jnp.where(given.real_BT, given.tokens_BT, config.V)
     seen_BV = jnp.zeros((B, config.V), bool).at[jnp.arange(B)[:, None], ids].set(True, mode="drop")
     zero_B = jnp.zeros(B, jnp.int32)
     state = State(cache, zero_B, zero_B, zero_B, zero_B, seen_BV, jnp.zeros(B, bool), jnp.zeros((), jnp.int32))
@@ -153,7 +166,7 @@ def _drawn(params: Transformer, config: Config, hyper: Hyper, prompts: Prompts, 
 
 def write(params: Transformer, config: Config, hyper: Hyper, prompts: Prompts, room: Room) -> Generated:
     """`generate` for a batch that is padded already: pure, for use inside jit. Ends when all rows have."""
-    B = prompts.tokens_BT.shape[0]
+    B = prompts.given.tokens_BT.shape[0]
     ids_BT = jnp.full((B, room.new), prompts.pad_id, jnp.int32)
     zeros_BT = jnp.zeros((B, room.new))
 
@@ -230,7 +243,7 @@ def generate(
         config, hyper, prompts, key, max_new_tokens=max_new_tokens, sampler=sampler, stop_ids=stop_ids, pad_id=pad_id,
         sources=sources, row_ids=row_ids, piece=piece,
     )  # fmt: skip
-    made = _write(params, config, _numbers(hyper), asked, room)
+    made = _write(params, config, on_device(hyper), asked, room)
     _check_finite(made.logp_BT)
     return jax.tree.map(lambda x: x[:, :max_new_tokens] if x.ndim == 2 else x, made)
 
@@ -243,7 +256,7 @@ def stream(
     options: as `generate` takes them; checked at the call, before the first column is asked for. Raises
     ConfigError in the place of a column that was drawn from logits that are not finite.
     """
-    return _columns(params, config, _numbers(hyper), *_request(config, hyper, prompts, key, **options))
+    return _columns(params, config, on_device(hyper), *_request(config, hyper, prompts, key, **options))
 
 
 def _columns(params: Transformer, config: Config, hyper: Hyper, asked: Prompts, room: Room) -> Iterator[np.ndarray]:
@@ -266,8 +279,8 @@ def _check_finite(logp_BT: jax.Array, step: int = 0) -> None:
         raise ConfigError(f"the model's logits are not finite at new token {step + at} of row {row}: nothing to draw")
 
 
-def _numbers(hyper: Hyper) -> Hyper:
-    """Device scalars, so that values are not compiled in."""
+def on_device(hyper: Hyper) -> Hyper:
+    """Its numbers as device scalars, so that values are not compiled in."""
     return jax.tree.map(
         lambda x: jnp.asarray(x, jnp.int32 if jnp.issubdtype(jnp.result_type(x), jnp.integer) else jnp.float32), hyper
     )
@@ -292,6 +305,28 @@ def _request(
     check_request(config, hyper, prompts, max_new_tokens, sampler, [*stop_ids, pad_id], sources, piece)
     if row_ids is not None and len(row_ids) != B:
         raise ConfigError(f"{len(row_ids)} row_ids for {B} prompts")
+    given, room = laid_out(config, hyper, prompts, sources, max_new_tokens, piece)
+    asked = Prompts(
+        given,
+        key,
+        jnp.asarray(np.arange(B) if row_ids is None else row_ids, jnp.int32),
+        sampler.of_rows(B),
+        id_list(stop_ids),
+        jnp.int32(max_new_tokens),
+        jnp.int32(pad_id),
+    )
+    return asked, room
+
+
+def id_list(ids: Sequence[int]) -> jax.Array:
+    """int32, -1 (no id) up to the next multiple of 8: one program for all numbers of ids up to there."""
+    return jnp.asarray([*ids, *[-1] * (8 - len(ids) % 8)], jnp.int32)
+
+
+def laid_out(
+    config: Config, hyper: Hyper, prompts: Rows, sources: Rows | None, max_new_tokens: int, piece: int = 0
+) -> tuple[Given, Room]:
+    """Prompts and sources padded to their buckets, and the sizes that go with them; `check_request` comes first."""
     most = most_positions(config)
     width = bucket(max(map(len, prompts)), most)
     piece = min(piece, width) or width
@@ -303,20 +338,7 @@ def _request(
     source_BS = source_lengths_B = None
     if sources is not None:
         source_BS, source_lengths_B = _padded_sources(config, sources)
-    asked = Prompts(
-        jnp.asarray(tokens_BT),
-        jnp.asarray(real_BT),
-        key,
-        jnp.asarray(np.arange(B) if row_ids is None else row_ids, jnp.int32),
-        sampler.of_rows(B),
-        # -1 is no id: one program for any number of stop ids up to the next multiple of 8.
-        jnp.asarray([*stop_ids, *[-1] * (8 - len(stop_ids) % 8)], jnp.int32),
-        jnp.int32(max_new_tokens),
-        jnp.int32(pad_id),
-        source_BS,
-        source_lengths_B,
-    )
-    return asked, room
+    return Given(jnp.asarray(tokens_BT), jnp.asarray(real_BT), source_BS, source_lengths_B), room
 
 
 def check_request(
@@ -347,7 +369,7 @@ def check_request(
         )
     if sources is None:
         return
-    _check_rows("source", sources, config.V)
+    _check_rows("source", sources, config.source_vocab_size or config.V)
     if len(sources) != len(prompts):
         raise ConfigError(f"{len(sources)} sources for {len(prompts)} prompts")
     longest = max(map(len, sources))

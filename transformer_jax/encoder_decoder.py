@@ -15,7 +15,7 @@ from transformer_jax import keys, masks
 from transformer_jax.attention import Probe, Trace
 from transformer_jax.batch import Batch
 from transformer_jax.config import Config, Hyper
-from transformer_jax.embedding import Embedding, embed, init_embedding, unembed
+from transformer_jax.embedding import Embedding, embed, init_embedding, of_source, unembed
 from transformer_jax.errors import ConfigError
 from transformer_jax.layers import UNCONSTRAINED, Constrain, LayerTrace, Stack, apply_stack, init_stack
 from transformer_jax.masks import Mask
@@ -106,7 +106,7 @@ def encode(
     constrain: Constrain = UNCONSTRAINED,
 ) -> tuple[jax.Array, LayerTrace]:
     """Bidirectional encoder: ids [B, S] -> [B, S, D]; padding and other segments are hidden."""
-    x = _embed(params, config, hyper, tokens_BS, positions_BS, key, nudge_BSD, constrain)
+    x = _embed(of_source(params.embedding), config, hyper, tokens_BS, positions_BS, key, nudge_BSD, constrain)
     assert params.encoder is not None
     return apply_stack(
         params.encoder,
@@ -123,7 +123,7 @@ def encode(
 
 
 def _embed(
-    params: Transformer,
+    params: Embedding,
     config: Config,
     hyper: Hyper,
     tokens: jax.Array,
@@ -135,7 +135,7 @@ def _embed(
     with jax.named_scope("embedding"):
         tokens = constrain(tokens, "BT")
         # D whole: looked up in columns, the rows would have to be cut anew by B.
-        table = dataclasses.replace(params.embedding, embed_VD=constrain(params.embedding.embed_VD, "VD"))
+        table = dataclasses.replace(params, embed_VD=constrain(params.embed_VD, "VD"))
         x = embed(table, tokens, _positions(positions, tokens), config)
         x = x if nudge is None else x + nudge.astype(x.dtype)
         if config.has("dropout"):
@@ -191,7 +191,7 @@ def hidden(
     else:
         stack, mask = params.decoder, decoder_mask(config, hyper, batch)
     added = None if nudge is None else nudge.x_BTD
-    x = _embed(params, config, hyper, batch.tokens_BT, batch.positions_BT, part("decoder"), added, constrain)
+    x = _embed(params.embedding, config, hyper, batch.tokens_BT, batch.positions_BT, part("decoder"), added, constrain)
     assert stack is not None
     x, seen = apply_stack(
         stack,

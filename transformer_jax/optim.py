@@ -53,11 +53,11 @@ def learning_rate(config: Config, hyper: Hyper, step: jax.Array) -> jax.Array:
 def decays(params: Any) -> Any:
     """True for the leaves that weight decay acts on: weights and tables, not norms and biases.
 
-    By name, as stacked layers give biases a second axis: `w…`, `embed…`, `position…` decay.
+    By name, as stacked layers give biases a second axis: `w…`, `embed…`, `source…`, `position…` decay.
     """
 
     def by_name(path: tuple, _: Any) -> bool:
-        return str(getattr(path[-1], "name", "")).startswith(("w", "embed", "position"))
+        return str(getattr(path[-1], "name", "")).startswith(("w", "embed", "source", "position"))
 
     return jax.tree_util.tree_map_with_path(by_name, params)
 
