@@ -9,7 +9,7 @@ from experiments import restoring
 from experiments.flags import Settings
 from experiments.translating import ROWS, Translator
 from experiments.workdir import WorkdirError, differences, read_json
-from transformer_jax.beam import Penalty
+from transformer_jax.beam import Penalty, check_beam
 from transformer_jax.config import Config, Hyper, to_dict
 from transformer_jax.data import Tokenizers
 from transformer_jax.data.pairs_task import PAIR_TASKS
@@ -59,7 +59,8 @@ def load(settings: Settings) -> Loaded:
     """
     from experiments import loop
 
-    check_search(settings)
+    penalty = Penalty(settings.penalty, settings.length_penalty)
+    check_beam(settings.beam, settings.n_best, penalty)
     changes = {name: value for name, value in settings.overrides.items() if name not in DATA}
     names, models, steps, notes = restores(settings.restore), [], [], []
     first: tuple[Config, Hyper, Tokenizers] | None = None
@@ -88,16 +89,9 @@ def load(settings: Settings) -> Loaded:
         models.append(restored.state)
         steps.append(restored.step)
     assert first is not None
-    penalty = Penalty(settings.penalty, settings.length_penalty)
     rows = settings.overrides.get("batch_size", ROWS)
     made = Translator(tuple(models), *first, settings.beam, settings.n_best, penalty, rows)
     return Loaded(made, names, steps, notes)
-
-
-def check_search(settings: Settings) -> None:
-    """Raise ConfigError for a search that cannot be, before anything is read."""
-    if settings.n_best > settings.beam:
-        raise ConfigError(f"--n_best={settings.n_best} of --beam={settings.beam}: at most the beam's")
 
 
 def _check_alike(

@@ -38,8 +38,10 @@ def splits_of(
     if not files and config.task == "pairs" and config.dev:
         files = {name: path for name, path in (("dev", config.dev), ("test", config.test)) if path}
     if files:
-        names = {name: Path(path).name if name == "pairs" else name for name, path in files.items()}
-        return {names[name]: (evaluation_task(config, tokenizers, path, strict), "report") for name, path in files.items()}
+        return {
+            Path(path).name if name == "pairs" else name: (evaluation_task(config, tokenizers, path, strict), "report")
+            for name, path in files.items()
+        }
     task = make_task(config, tokenizers, strict)
     assert task.text is not None
     same = task.text.pairs["selection"] is task.text.pairs["report"]  # no --test: dev alone

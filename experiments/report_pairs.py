@@ -16,7 +16,8 @@ from transformer_jax.data.metrics import METRICS
 if TYPE_CHECKING:
     from rich.console import Console
 
-WORST, CONFUSED = 20, 20  # rows of the tables
+WORST, CONFUSED = 15, 15  # rows of the tables
+PIXELS = 120  # of the page to an inch of a picture: 7-point names are then as high as the captions' letters
 BETWEEN = " ||| "  # references in one cell
 COLUMNS = ("split", "source", "references", "output", "score", "correct")
 KINDS = {
@@ -111,7 +112,8 @@ def verdict(results: Mapping[str, Any]) -> list[str]:
     for name, split in results["splits"].items():
         first, found = next(iter(split["metrics"].items()))
         unit = "%" if METRICS[first].lower else ""
-        lines.append(f"{name}: {METRICS[first].label} {fixed(found['value'], 2)}{unit} of {plural(split['items'], 'item')}")
+        number = f"{fixed(found['value'], 2)}{unit}"
+        lines.append(f"{name}: {METRICS[first].label} {number} of {plural(split['items'], 'item')}")
     return lines
 
 
@@ -153,5 +155,5 @@ def _piece(item: Item, heads: Sequence[Heads], picture: Path) -> dict[str, Any]:
     figures = []
     for one in heads:
         width = plots_pairs.attention(picture, one.weights_LNTS, one.rows, one.columns)
-        figures.append({"kind": one.kind, "image": image(picture), "width": round(96 * width)})
+        figures.append({"kind": one.kind, "image": image(picture), "width": round(PIXELS * width)})
     return {**_row(item), "correct": item.correct, "figures": figures}

@@ -23,6 +23,7 @@ from transformer_jax.encoder_decoder import Transformer
 from transformer_jax.errors import DataError
 
 ROWS = 64
+BY_LENGTH = Penalty("power", 1.0)  # the mean of ln p
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,7 +39,7 @@ class Translator:
     tokenizers: Tokenizers
     beam: int = 1
     n_best: int = 1
-    penalty: Penalty = Penalty()
+    penalty: Penalty = BY_LENGTH
     rows: int = ROWS
 
 
@@ -83,12 +84,11 @@ def translate(translator: Translator, sources: Sequence[str], strict: bool = Fal
             continue
         row = source_ids(config, translator.tokenizers, text)
         strange = count_unknown(translator.tokenizers.source, row)
-        if strict and strange:
-            raise DataError(f"source {before + i + 1}, {text[:40]!r}: {strange} of its symbols are not in the vocabulary")
+        if strict and (strange or len(row) > config.seq_len):
+            long = f"{len(row)} tokens are longer than seq_len={config.seq_len}"
+            why = f"{strange} of its symbols are not in the vocabulary" if strange else long
+            raise DataError(f"source {before + i + 1}, {text[:40]!r}: {why}")
         if len(row) > config.seq_len:
-            if strict:
-                where = f"source {before + i + 1}, {text[:40]!r}"
-                raise DataError(f"{where}: {len(row)} tokens are longer than seq_len={config.seq_len}")
             too_long.append(i)
             continue
         unknown += strange

@@ -27,12 +27,12 @@ BASE = Config(
 
 def words(count: int, seed: int, longest: int = 7) -> list[str]:
     """Different words over the letters of PHONES that are not silent alone."""
-    draw, made = random.Random(seed), set()
+    draw, made = random.Random(seed), {}
     while len(made) < count:
         word = "".join(draw.choice("abcdéh") for _ in range(draw.randrange(2, longest)))
         if word.strip("h"):
-            made.add(word)
-    return sorted(made)
+            made[word] = None
+    return list(made)
 
 
 def phones(word: str) -> str:
