@@ -25,14 +25,15 @@ def key() -> jax.Array:
 
 @pytest.fixture(scope="module")
 def quick_decoding() -> Iterator[None]:
-    """The programs of decode.py compiled as tests/quick.py does: there are many, and each runs once."""
+    """The programs of decode.py and beam.py compiled as tests/quick.py does: there are many, and each runs once."""
     from tests.quick import jit
-    from transformer_jax import decode
+    from transformer_jax import beam, decode
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode, "_write", jit(decode.write, static_argnames=("config", "room")))
         patch.setattr(decode, "_begin", jit(decode.begin, static_argnames=("config", "room")))
         patch.setattr(decode, "_advance", jit(decode.advance, static_argnames="config", donate_argnames="state"))
+        patch.setattr(beam, "_search", jit(beam.search, static_argnames=("config", "room", "beam", "n_best")))
         yield
 
 

@@ -5,7 +5,7 @@ Shape letters, the same in array names, parameter names and einsum strings:
     B batch            T query length       S key length        D model width
     N query heads      K key/value heads    H width per head    F feed-forward width
     V vocabulary       P table positions    C position buckets  E experts
-    L layers (stacked) R runs of a sweep
+    L layers (stacked) R runs of a sweep    W beams of a row
 
 The map, in the direction that imports point:
 
@@ -18,6 +18,7 @@ The map, in the direction that imports point:
     ring                      the same for rows that are split over devices
     layers, encoder_decoder   layers and stacks: encoder, decoder, both
     samplers, cache, decode   from logits to ids; keys and values kept; generate and stream
+    beam                      beam search, of one model or an ensemble
     exact                     the exact distribution over what a small model writes
     dependencies, meter       what an output depends on; what a function costs
     losses, optim, train      sums over tokens; optax chains; init_state, train_step, run

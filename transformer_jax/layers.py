@@ -105,7 +105,8 @@ class LayerTrace:
 class Held:
     """Keys and values of earlier calls (or, with a leading axis L, those of all layers).
 
-    own: of the tokens so far, a slot each; cross: of the encoder's output, all of it.
+    own: of the tokens so far, a slot each; cross: of the encoder's output, all of it, its rows as many as
+    those of own, or one for several of them in turn (beams).
     """
 
     own: KeysValues
@@ -218,9 +219,13 @@ def _apply_layer(
     def cross_attention(y: jax.Array) -> jax.Array:
         source = memory if held is None else held.cross
         assert layer.cross is not None and source is not None and memory_mask is not None
+        queries = y
+        if isinstance(source, KeysValues):
+            # Rows that share a source stand in one row, as more queries: its keys and values are not repeated.
+            queries = y.reshape(source.k_BSKH.shape[0], -1, y.shape[-1])
         out, traces["cross"] = attention(
             layer.cross,
-            y,
+            queries,
             source,
             memory_mask,
             config,
@@ -229,7 +234,7 @@ def _apply_layer(
             key=part("cross"),
             trace=trace,
         )
-        return out
+        return out.reshape(y.shape)
 
     def feed_forward(y: jax.Array) -> jax.Array:
         if isinstance(layer.ffn, FFN):
