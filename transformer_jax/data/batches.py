@@ -92,7 +92,8 @@ class PairBatches:
         """(pairs of each batch [len, B], -1 where there is none; bucket of each batch [len]) in the epoch's order."""
         B, count = self.config.batch_size, len(self)
         # Raw bits of a counter-based generator: NumPy keeps these streams, not those of its draws.
-        bits = np.random.Philox(key=[self.seed % (1 << 64), epoch]).random_raw(len(self.rows) + count)
+        key = np.array([self.seed % (1 << 64), epoch], np.uint64)
+        bits = np.random.Philox(key=key).random_raw(len(self.rows) + count)
         drawn = np.argsort(bits[: len(self.rows)], kind="stable")
         pairs = np.full(count * B, -1)
         pairs[: len(drawn)] = drawn[np.argsort(self._bucket[drawn], kind="stable")]

@@ -26,7 +26,8 @@ from transformer_jax.errors import DataError
 MAX_BYTES = 1 << 30  # of a file, unpacked
 JSON_ENDINGS = (".jsonl", ".ndjson", ".json")
 JSON_KEYS = (("source", "target"), ("src", "tgt"))
-ONE_SIDED, MANY_TABS, NO_OBJECT = "one-sided lines", "lines of more than two columns", "lines that are no JSON pair"
+BLANK, ONE_SIDED, MANY_TABS = "blank line", "one-sided line", "line of more than two columns"
+NO_PAIR = "line that is no JSON pair"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,18 +109,18 @@ class _Reader:
 
     def _fault(self, number: int, kind: str) -> None:
         if self.strict:
-            raise DataError(f"{self.given}, line {number}: one of the {kind} (without --strict they are skipped)")
+            raise DataError(f"{self.given}, line {number}: a {kind}; without --strict it is skipped and counted")
         self.faults.setdefault(kind, []).append(number)
 
     def skipped(self) -> str:
         """What was skipped, in words; "" if nothing was."""
-        blank = [_count(self.blank, "blank lines")] if self.blank else []
+        blank = [_count(self.blank, BLANK)] if self.blank else []
         faults = [f"{_count(len(lines), kind)} (first: line {lines[0]})" for kind, lines in self.faults.items()]
         return ", ".join(blank + faults)
 
 
-def _count(number: int, things: str) -> str:
-    return f"{number:,} {things.replace('lines', 'line', 1).replace('that are', 'that is') if number == 1 else things}"
+def _count(number: int, kind: str) -> str:
+    return f"{number:,} {kind if number == 1 else kind.replace('line', 'lines').replace(' is ', ' are ')}"
 
 
 def _columns(name: str, lines: list[list[str]]) -> Iterator["list[str] | str"]:
@@ -140,18 +141,18 @@ def _json_pair(line: str) -> "list[str] | str":
     try:
         row: Any = json.loads(line)
     except ValueError:
-        return NO_OBJECT
+        return NO_PAIR
     row = row if isinstance(row, dict) else {}
     if isinstance(row.get("translation"), dict):
         sides = list(row["translation"].values())
     else:
         sides = next(([row.get(key) for key in keys] for keys in JSON_KEYS if set(keys) & set(row)), [])
     if len(sides) != 2 or not all(side is None or isinstance(side, str) for side in sides):
-        return NO_OBJECT
+        return NO_PAIR
     sides = [side or "" for side in sides]
     # JSON can spell half of a surrogate pair, which is no text.
     if any("\ud800" <= letter <= "\udfff" for side in sides for letter in side):
-        return NO_OBJECT
+        return NO_PAIR
     return sides if any(side.strip() for side in sides) else ONE_SIDED
 
 
@@ -170,15 +171,21 @@ def split_lines(text: str) -> list[str]:
 def files_of(path: str) -> list[str]:
     """The one or two files that `path` names; a comma in a file's own name is no border.
 
-    Raises DataError if a comma parts it but both parts are not files, and for an empty path.
+    Raises DataError for an empty path.
     """
     if not path:
         raise DataError("no file of pairs is given: --pairs=FILE, or --pairs=SOURCE,TARGET")
-    if "," not in path or Path(outer_file(path)).exists():
+    both = [(path[:i], path[i + 1 :]) for i, letter in enumerate(path) if letter == ","]
+    if not both or _there(path):
         return [path]
-    cuts = [i for i, letter in enumerate(path) if letter == ","]
-    both = [(path[:i], path[i + 1 :]) for i in cuts]
-    return list(next((two for two in both if all(Path(outer_file(part)).exists() for part in two)), both[0]))
+    return list(next((two for two in both if all(_there(outer_file(part)) for part in two)), both[0]))
+
+
+def _there(file: str) -> bool:
+    try:
+        return Path(file).exists()
+    except OSError:  # a name that is too long: reading it says so
+        return False
 
 
 def outer_file(file: str) -> str:

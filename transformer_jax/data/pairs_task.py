@@ -148,14 +148,20 @@ def pair_sizes(config: Config, strict: bool = False) -> dict[str, int]:
     """vocab_size and source_vocab_size of the tokenizers; the files are read and the tokenizers fitted."""
     _check_architecture(config)
     made, _ = _fitted(_read(config, strict), config.tokenizer, config.target_tokenizer, config.bpe_size)
+    _check_architecture(config, made)
     return {"vocab_size": made.vocab_size, "source_vocab_size": made.source_vocab_size}
 
 
-def _check_architecture(config: Config) -> None:
+def _check_architecture(config: Config, tokenizers: Tokenizers | None = None) -> None:
     if config.architecture not in ("encoder_decoder", "decoder"):
         raise DataError(
             f"task {config.task} writes its answers: it needs architecture=encoder_decoder or decoder, "
             f"not {config.architecture}"
+        )
+    if tokenizers and config.architecture == "decoder" and not tokenizers.shared:
+        raise DataError(
+            f"architecture=decoder reads both sides with one vocabulary, not {tokenizers.source.kind} and "
+            f"{tokenizers.target.kind}: give --tokenizer=bytes, or another that suits both"
         )
 
 
@@ -164,12 +170,7 @@ def check_sizes(config: Config, tokenizers: Tokenizers) -> None:
 
     A wider one could write ids that no text has; another one means another tokenizer.
     """
-    _check_architecture(config)
-    if config.architecture == "decoder" and not tokenizers.shared:
-        raise DataError(
-            f"architecture=decoder reads both sides with one vocabulary, not {tokenizers.source.kind} and "
-            f"{tokenizers.target.kind}: give --tokenizer=bytes, or another that suits both"
-        )
+    _check_architecture(config, tokenizers)
     have = config.V, config.source_vocab_size
     want = tokenizers.vocab_size, tokenizers.source_vocab_size
     if have != want:
@@ -241,12 +242,14 @@ def pairs_task(config: Config, tokenizers: Tokenizers | None = None, strict: boo
     return _task(config, sides, digest)
 
 
-def evaluation_task(config: Config, tokenizers: Tokenizers, pairs: str, strict: bool = False) -> Task:
+def evaluation_task(
+    config: Config, tokenizers: Tokenizers, pairs: str, *, option: str = "--pairs", strict: bool = False
+) -> Task:
     """A task with the split "report" alone, of the file `pairs`: what a trained model is measured on.
 
-    The training data are not read. Raises DataError as `pairs_task` does.
+    The training data are not read. Raises DataError as `pairs_task` does; `option` is its name for the file.
     """
-    given = read_pairs(pairs, strict=strict)
+    given = read_pairs(pairs, option=option, strict=strict)
     sides = _encoded(config, tokenizers, {"report": given}, False, given.notes, strict)
     return _task(config, sides, given.sha256)
 

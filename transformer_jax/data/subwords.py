@@ -61,6 +61,7 @@ class Bpe(Tokenizer):
         package = _package()
         model = package.Tokenizer(package.models.BPE())
         model.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        model.decoder = package.decoders.ByteLevel()
         trainer = package.trainers.BpeTrainer(
             vocab_size=size - FIRST, min_frequency=2, show_progress=False, initial_alphabet=sorted(_byte_letters())
         )
