@@ -21,6 +21,7 @@ python launch.py --experiment=dk_scaling --plan                     what that wo
 python launch.py --experiment=train --text=book.txt --steps=2000 --workdir=runs/lm
 python launch.py --experiment=evaluate --restore=runs/lm
 python launch.py --experiment=sample --restore=runs/lm --prompt="The " --sample_temperature=0.8 --top_p=0.95
+python launch.py --experiment=translate --restore=runs/g2p --beam=5 < words.txt > phones.txt
 python launch.py --experiment=shapes"""
 
 
@@ -75,6 +76,8 @@ def main(argv: Sequence[str]) -> int:
                 processes.join(settings.coordinator, settings.num_processes, settings.process_id)
             return importlib.import_module(f"experiments.{settings.experiment}").run(settings)
         return 0
+    except BrokenPipeError:  # nobody reads on: not a mistake
+        raise
     except (UserError, OSError) as error:
         if debug:
             raise

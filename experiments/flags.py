@@ -7,6 +7,7 @@ with one line, before anything is written.
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,9 +57,16 @@ RUN_FLAGS: dict[str, tuple[str, Any, str, float]] = {
     "max_new_tokens": ("int", 0, "tokens to write at most; 0: what seq_len leaves", 0),
     "num_samples": ("int", 1, "texts to write, one after the other", 1),
     "stop": ("str", "", "writing ends before this text", 0),
+    "beam": ("int", 1, "hypotheses that the search keeps; 1: greedy", 1),
+    "n_best": ("int", 1, "outputs of each line, the best first; at most --beam", 1),
+    "penalty": ("choice", "power", "what length does to the ranking: power or gnmt (see transformer_jax/beam.py)", 0),
+    "length_penalty": ("float", 1.0, "strength of --penalty; 0: sums of log-probabilities as they are", -math.inf),
+    "average": ("int", 0, "use the mean of the parameters of so many newest checkpoints; 0: one checkpoint", 0),
+    "strict": ("bool", False, "a line that the model cannot read is an error, not a counted skip", 0),
+    "show": ("str", "", "sources whose attention the report draws, parted by |; empty: some right and wrong ones", 0),
 }
 ALWAYS = ("experiment", "list", "debug", "help")
-DEPTHS = ("quick", "full")
+CHOICES = {"depth": ("quick", "full"), "penalty": ("power", "gnmt")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +108,13 @@ class Settings:
     max_new_tokens: int = 0
     num_samples: int = 1
     stop: str = ""
+    beam: int = 1
+    n_best: int = 1
+    penalty: str = "power"
+    length_penalty: float = 1.0
+    average: int = 0
+    strict: bool = False
+    show: str = ""
 
     def configure(self, base: Config, hyper: Hyper | None = None) -> tuple[Config, Hyper]:
         """The base (or the preset, where one is given) with the command line's fields."""
@@ -170,8 +185,9 @@ def parse(argv: Sequence[str], uses: dict[str, Sequence[str]]) -> tuple[Settings
         if kind in ("int", "float") and value < least:
             raise UserError(f"--{name}={value} is out of range: at least {least:g}")
         settings[name] = value
-    if settings["depth"] not in DEPTHS:
-        raise UserError(f"--depth={settings['depth']}: choose from {', '.join(DEPTHS)}")
+    for name, choices in CHOICES.items():
+        if settings[name] not in choices:
+            raise UserError(f"--{name}={settings[name]}: choose from {', '.join(choices)}")
     if settings["preset"]:
         preset(settings["preset"])
     overrides = {}

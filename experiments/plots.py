@@ -53,15 +53,15 @@ def marker(i: int) -> str:
 
 
 @contextlib.contextmanager
-def drawing(path: Path, height: float) -> Iterator[Any]:
-    """A matplotlib Figure of WIDTH x height inches, saved to `path` at the end."""
+def drawing(path: Path, height: float, width: float = WIDTH) -> Iterator[Any]:
+    """A matplotlib Figure of width x height inches, saved to `path` at the end."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from PIL import Image
 
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained", facecolor="white")
+        figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained", facecolor="white")
         engine: Any = figure.get_layout_engine()
         engine.set(w_pad=0.08, h_pad=0.08)
         canvas = FigureCanvasAgg(figure)

@@ -1,18 +1,35 @@
 """What the flags of a trained model mean: --restore=FOLDER, --restore_step, and fields that are changed."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from experiments import grid
-from experiments.workdir import WorkdirError
+from experiments.workdir import WorkdirError, read_json
 from transformer_jax import checkpoint
-from transformer_jax.config import Config, Hyper, with_terms
-from transformer_jax.errors import CheckpointError
+from transformer_jax.config import Config, Hyper, from_dict, with_terms
+from transformer_jax.errors import CheckpointError, ConfigError
 from transformer_jax.saver import Keep
 
 METRIC = "loss"  # what "best" is the lowest of, on the selection split, where a run names nothing else
+
+
+def saved_configuration(restore: str) -> tuple[Config, Hyper]:
+    """The Config and Hyper that a workdir of `train` was made with."""
+    if not restore:
+        raise ConfigError("--restore=WORKDIR names the trained model")
+    held = read_json(Path(restore) / "config.json")
+    if held is None:
+        raise WorkdirError(f"--restore={restore}: no config.json there")
+    what = held["identity"]
+    if what["experiment"] != "train":
+        raise WorkdirError(f"--restore={restore} holds {what['experiment']}; a workdir of train is wanted")
+    steps = held["free"]["steps"]
+    return from_dict(Config, what["config"] | {"steps": steps}), from_dict(Hyper, what["hyper"])
 
 
 def folders(restore: str) -> list[Path]:
@@ -97,3 +114,43 @@ def restore_state(folder: Path, like: Any, which: str = "") -> checkpoint.Restor
     if not which:
         return checkpoint.restore_latest(folder, like)
     return checkpoint.restore(folder, chosen_step(folder, which), like)
+
+
+def restore_weights(folder: Path, like: Any, which: str = "", average: int = 0) -> checkpoint.Restored:
+    """As `restore_state`, but the state is the parameters alone, as --restore_step or --average ask for them.
+
+    Raises CheckpointError where both are given.
+    """
+    if average and which:
+        raise CheckpointError(f"--average={average} takes the newest checkpoints: leave --restore_step={which} out")
+    if average:
+        return averaged(folder, like, average)
+    restored = restore_state(folder, like, which)
+    return dataclasses.replace(restored, state=restored.state.weights)
+
+
+def averaged(folder: Path, like: Any, count: int) -> checkpoint.Restored:
+    """The mean, in float32, of the parameters of the newest `count` good checkpoints; step and meta are the newest's.
+
+    Vaswani et al. 2017 §6.1. like: a state. Damaged checkpoints are passed over, and named in the notes.
+    Raises CheckpointError where fewer are there.
+    """
+    found: list[checkpoint.Restored] = []
+    total, notes = None, []
+    for step in reversed(checkpoint.steps(folder)):
+        if len(found) == count:
+            break
+        try:
+            restored = checkpoint.restore(folder, step, like)
+        except checkpoint.DamagedError as error:
+            notes.append(str(error))
+            continue
+        params = jax.tree.map(lambda x: x.astype("float32"), restored.state.params)
+        total = params if total is None else jax.tree.map(lambda a, b: a + b, total, params)
+        found.append(dataclasses.replace(restored, state=None))
+    if len(found) < count:
+        there = "; ".join([f"it holds {len(found)} good ones", *notes])
+        raise CheckpointError(f"--average={count} wants as many checkpoints in {folder}: {there} (train with --keep)")
+    mean = jax.tree.map(lambda x, p: (x / count).astype(p.dtype), total, like.params)
+    notes.append("the mean of steps " + ", ".join(str(one.step) for one in reversed(found)))
+    return dataclasses.replace(found[0], state=mean, notes=notes)

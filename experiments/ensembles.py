@@ -1,0 +1,110 @@
+"""Trained models of pairs as flags name them: one workdir or several, with their tokenizers."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from experiments import restoring
+from experiments.flags import Settings
+from experiments.translating import ROWS, Translator
+from experiments.workdir import WorkdirError, differences, read_json
+from transformer_jax.beam import Penalty, check_beam
+from transformer_jax.config import Config, Hyper, to_dict
+from transformer_jax.data import Tokenizers
+from transformer_jax.data.pairs_task import PAIR_TASKS
+from transformer_jax.errors import CheckpointError, ConfigError
+
+TOKENIZERS = "tokenizers.json"  # in the workdir of a run on pairs
+FLAGS = ("restore", "restore_step", "average", "beam", "n_best", "penalty", "length_penalty", "strict")
+DATA = ("pairs", "dev", "test", "batch_size")  # fields of Config that are not the model's, and may differ
+# How a model was trained, which what it computes does not depend on.
+LEARNING = frozenset({
+    *DATA, "task", "text", "tokenizer", "target_tokenizer", "bpe_size", "length_buckets", "packing", "optimizer",
+    "schedule", "steps", "warmup_steps", "decay_steps", "accumulation", "loss_chunks", "remat", "scan_unroll",
+    "learning_rate", "dropout_rate", "attention_dropout_rate", "activation_dropout_rate", "label_smoothing", "z_loss",
+    "load_balance", "router_z_loss", "clip_norm", "ema_decay", "weight_decay", "b1", "b2", "adam_epsilon", "momentum",
+})  # fmt: skip
+COMPUTED = ("attention_softcap", "final_softcap")  # the terms that evaluation has too
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A translator, the first model's settings with what the flags change, and lines that say what was read."""
+
+    translator: Translator
+    names: list[str]
+    steps: list[int]
+    notes: list[str]
+
+
+def restores(restore: str) -> list[str]:
+    """The workdirs that --restore names; a comma in the name of one that is there parts nothing."""
+    return [restore] if "," not in restore or Path(restore).is_dir() else [part.strip() for part in restore.split(",")]
+
+
+def tokenizers_of(restore: str) -> Tokenizers:
+    """The tokenizers that a run of pairs was trained with. Raises WorkdirError where there are none."""
+    held = read_json(Path(restore) / TOKENIZERS)
+    if held is None:
+        raise WorkdirError(f"--restore={restore}: no {TOKENIZERS} there")
+    return Tokenizers.from_dict(held)
+
+
+def load(settings: Settings) -> Loaded:
+    """What the flags FLAGS ask for.
+
+    Raises ConfigError for a model that was not trained on pairs, and for models that cannot write together;
+    CheckpointError for a checkpoint of other tokenizers; else as restoring.restore_weights.
+    """
+    from experiments import loop
+
+    penalty = Penalty(settings.penalty, settings.length_penalty)
+    check_beam(settings.beam, settings.n_best, penalty)
+    changes = {name: value for name, value in settings.overrides.items() if name not in DATA}
+    names, models, steps, notes = restores(settings.restore), [], [], []
+    first: tuple[Config, Hyper, Tokenizers] | None = None
+    for name in names:
+        trained, trained_hyper = restoring.saved_configuration(name)
+        if trained.task not in PAIR_TASKS:
+            raise ConfigError(f"--restore={name} was trained on task {trained.task}: one of {', '.join(PAIR_TASKS)}")
+        config, hyper = restoring.changed(trained, trained_hyper, changes)
+        tokenizers = tokenizers_of(name)
+        if first is None:
+            first = config, hyper, tokenizers
+            if settings.beam > config.V:
+                raise ConfigError(f"--beam={settings.beam} is wider than the vocabulary of {config.V}")
+        else:
+            _check_alike(names[0], name, first, (config, hyper, tokenizers))
+        restored = restoring.restore_weights(
+            Path(name) / "checkpoints", loop.abstract_state(config, hyper), settings.restore_step, settings.average
+        )
+        made_with = restored.meta.get("tokenizers", tokenizers.sha256)
+        if made_with != tokenizers.sha256:
+            raise CheckpointError(
+                f"step {restored.step} in {name} was trained with other tokenizers than its {TOKENIZERS}: "
+                f"SHA-256 {made_with[:12]}… and {tokenizers.sha256[:12]}…"
+            )
+        notes += [*restored.notes, f"{name}, step {restored.step}"]
+        models.append(restored.state)
+        steps.append(restored.step)
+    assert first is not None
+    rows = settings.overrides.get("batch_size", ROWS)
+    made = Translator(tuple(models), *first, settings.beam, settings.n_best, penalty, rows)
+    return Loaded(made, names, steps, notes)
+
+
+def _check_alike(
+    name: str, other: str, first: tuple[Config, Hyper, Tokenizers], second: tuple[Config, Hyper, Tokenizers]
+) -> None:
+    """Raise ConfigError, naming the differences, unless both models compute the same function of their parameters."""
+    lines = differences(_computed(*first[:2]), _computed(*second[:2]))
+    sides = [side for side in ("source", "target") if getattr(first[2], side) != getattr(second[2], side)]
+    lines += [f"the {side} tokenizers differ" for side in sides]
+    if lines:
+        raise ConfigError(f"--restore: {name} and {other} cannot write together: {'; '.join(lines[:4])}")
+
+
+def _computed(config: Config, hyper: Hyper) -> Mapping[str, Any]:
+    fields = {name: value for name, value in {**to_dict(config), **to_dict(hyper)}.items() if name not in LEARNING}
+    return fields | {"terms": [term for term in config.terms if term in COMPUTED]}

@@ -1,0 +1,142 @@
+"""A model of pairs judged by what it writes: each output beside its references, and all metrics."""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments.translating import Translator, translate
+from transformer_jax.data import metrics
+from transformer_jax.data.metrics import Score
+from transformer_jax.errors import ConfigError
+
+BINS = 8
+Pairs = Sequence[tuple[str, Sequence[str]]]  # a source, and every answer that is right
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """One source and what became of it. closest: the reference with the fewest edits; edits: of `parts`."""
+
+    source: str
+    references: Sequence[str]
+    output: str
+    score: float
+    ids: tuple[int, ...]
+    length: int
+    closest: str
+    edits: int
+
+    @property
+    def correct(self) -> bool:
+        """Whether the output is one of the references, to the letter."""
+        return metrics.is_correct(self.output, self.references)
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluated:
+    """items in the order of the pairs; scores by the metrics' names, the one to choose by first."""
+
+    items: list[Item]
+    scores: dict[str, Score]
+    too_long: int
+    unknown: int
+
+
+def parts(kind: str) -> Callable[[str], list[str]]:
+    """What edits are counted in, by the kind of the target's tokenizer: characters, or what white space parts."""
+    return list if kind == "chars" else metrics.symbols
+
+
+def evaluate_pairs(translator: Translator, pairs: Pairs, strict: bool = False) -> Evaluated:
+    """Translate every source and score the outputs; a source that is too long has an empty output, which is wrong."""
+    sources, references = [source for source, _ in pairs], [several for _, several in pairs]
+    made = translate(translator, sources, strict)
+    split = parts(translator.tokenizers.target.kind)
+    items = []
+    for source, several, found in zip(sources, references, made.outputs, strict=True):
+        output, score, ids = found[0] if found else ("", -math.inf, ())
+        closest, edits = metrics.closest(output, several, split)
+        length = len(translator.tokenizers.source.encode(source))
+        items.append(Item(source, several, output, score, ids, length, closest, edits))
+    return Evaluated(items, scores_of(translator, made.best(), references), len(made.too_long), made.unknown)
+
+
+def scores_of(translator: Translator, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, Score]:
+    """The metrics that suit the target side."""
+    names = metrics.for_target(translator.tokenizers.target.kind)
+    return {name: metrics.score(name, outputs, references) for name in names}
+
+
+def judge(translator: Translator, pairs: Pairs) -> Callable[[Any], dict[str, float | None]]:
+    """Parameters -> the metrics on `pairs`, for evaluations during training; None each where the model diverged.
+
+    translator: how to search; its models are left out. Nothing is compiled after the first call.
+    """
+    sources, references = [source for source, _ in pairs], [several for _, several in pairs]
+
+    def score(params: Any) -> dict[str, float | None]:
+        try:
+            made = translate(dataclasses.replace(translator, models=(params,)), sources)
+        except ConfigError:  # nothing finite to choose from
+            return dict.fromkeys(metrics.for_target(translator.tokenizers.target.kind))
+        return {name: found.value for name, found in scores_of(translator, made.best(), references).items()}
+
+    return score
+
+
+# --- what the report shows ----------------------------------------------------------
+
+
+def worst(items: Sequence[Item], most: int) -> list[Item]:
+    """The wrong ones with the most edits; of equals the shortest source first."""
+    wrong = [item for item in items if not item.correct]
+    return sorted(wrong, key=lambda item: (-item.edits, item.length))[:most]
+
+
+def confusions(items: Sequence[Item], kind: str, most: int) -> list[tuple[str, str, int]]:
+    """(wanted, written, how often) over all items' shortest edits, the most common first; "" for nothing."""
+    counts: collections.Counter[tuple[str, str]] = collections.Counter()
+    for item in items:
+        if not item.correct:
+            counts.update(metrics.confusions(item.output, item.closest, parts(kind)))
+    ordered = sorted(counts.items(), key=lambda found: (-found[1], found[0]))
+    return [(wanted, written, count) for (wanted, written), count in ordered[:most]]
+
+
+def by_length(items: Sequence[Item], name: str) -> list[tuple[str, int, float]]:
+    """(lengths of the source, items, the metric on them) for at most BINS groups of about equal size."""
+    lengths = np.array([item.length for item in items])
+    edges = sorted({int(x) for x in np.quantile(lengths, np.arange(1, BINS + 1) / BINS, method="higher")})
+    rows, low = [], int(lengths.min())
+    for high in edges:
+        inside = [item for item in items if low <= item.length <= high]
+        if inside:
+            found = metrics.score(name, [item.output for item in inside], [item.references for item in inside])
+            rows.append((f"{low}" if low == high else f"{low}–{high}", len(inside), found.value))
+        low = high + 1
+    return rows
+
+
+def chosen(items: Sequence[Item], show: str, most: int = 3, longest: int = 24) -> list[Item]:
+    """Items whose attention is drawn: those of the sources in `show`, parted by |, or some wrong and right ones.
+
+    Raises ConfigError for a source that is not there. Unless they are asked for, those of up to
+    `longest` tokens a side are preferred.
+    """
+    if show:
+        there = {item.source: item for item in reversed(items)}
+        wanted = [part.strip() for part in show.split("|")]
+        for part in wanted:
+            if part not in there:
+                raise ConfigError(f"--show={part!r}: no such source among those that were evaluated")
+        return [there[part] for part in wanted]
+    written = [item for item in items if item.ids]
+    fit = [item for item in written if max(item.length, len(item.ids)) <= longest]
+    written = fit or sorted(written, key=lambda item: item.length)[:most]
+    wrong = worst(written, most - 1)
+    right = sorted((item for item in written if item.correct), key=lambda item: -item.length)
+    return (wrong + right[: most - len(wrong)])[:most]
