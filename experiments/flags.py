@@ -33,6 +33,7 @@ RUN_FLAGS: dict[str, tuple[str, Any, str, float]] = {
     "keep": ("int", 2, "newest checkpoints that stay", 1),
     "keep_every": ("int", 0, "checkpoints of each such step stay too; 0: none", 0),
     "keep_best": ("bool", False, "the checkpoint with the lowest selection loss stays too", 0),
+    "patience": ("int", 0, "evaluations without a better one after which training ends; 0: none does", 0),
     "topology": ("str", "", "a TPU slice to compile for, such as v5e:4x4 or v5p:4x4x4", 0),
     "coordinator": ("str", "", "HOST:PORT of process 0, where several processes make one run", 0),
     "num_processes": ("int", 0, "how many processes make the run; with --coordinator", 0),
@@ -89,6 +90,7 @@ class Settings:
     keep: int = 2
     keep_every: int = 0
     keep_best: bool = False
+    patience: int = 0
     topology: str = ""
     coordinator: str = ""
     num_processes: int = 0

@@ -93,6 +93,11 @@ def first() -> bool:
     return _index == 0
 
 
+def index() -> int:
+    """Which of the processes this is, from 0."""
+    return _index
+
+
 def count() -> int:
     """How many processes make this run."""
     return _count

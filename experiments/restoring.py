@@ -60,6 +60,20 @@ def best_step(folder: Path) -> int:
 
     Raises CheckpointError where none did.
     """
+    measured = _measured(folder)
+    if not measured:
+        raise CheckpointError(
+            f"--restore_step=best: no checkpoint in {folder} was measured (it has {checkpoint.steps(folder)})"
+        )
+    return min(measured, key=lambda step: measured[step])
+
+
+def was_measured(folder: Path) -> bool:
+    """Whether a sound checkpoint in the folder has a finite value of what its run was judged by."""
+    return bool(_measured(folder))
+
+
+def _measured(folder: Path) -> dict[int, float]:
     values = {}
     for step in checkpoint.steps(folder):
         try:
@@ -67,10 +81,7 @@ def best_step(folder: Path) -> int:
             values[step] = Keep(best=meta.get("judged_by", METRIC)).value(meta)
         except CheckpointError:
             continue
-    measured = {step: value for step, value in values.items() if value < math.inf}
-    if not measured:
-        raise CheckpointError(f"--restore_step=best: no checkpoint in {folder} was measured (steps {list(values)})")
-    return min(measured, key=lambda step: measured[step])
+    return {step: value for step, value in values.items() if value < math.inf}
 
 
 def chosen_step(folder: Path, which: str) -> int:

@@ -13,6 +13,7 @@ the model. Expected: 60 steps of the default (--steps=60)
 end at 3.16 bits per byte on the reported split of Python 3.11's own text.
 """
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,14 @@ from experiments.workdir import open_workdir
 from transformer_jax import checkpoint, sharding
 from transformer_jax.config import Config, Hyper, to_dict, with_terms
 from transformer_jax.data import Task, make_task, resolve
+from transformer_jax.data.pairs_task import PAIR_TASKS
 from transformer_jax.errors import ConfigError
 from transformer_jax.saver import Keep
 from transformer_jax.train import TrainState
 
 FLAGS = (
     "workdir", "minutes", "checkpoint_every", "eval_every", "seed", "overwrite", "preset", "profile", "mesh",
-    "restore", "restore_step", "parts", "keep", "keep_every", "keep_best", *processes.FLAGS,
+    "restore", "restore_step", "parts", "keep", "keep_every", "keep_best", "patience", "strict", *processes.FLAGS,
 )  # fmt: skip
 BASE = Config(
     d_model=128,
@@ -52,12 +54,17 @@ HYPER = Hyper(learning_rate=2e-3, clip_norm=1.0)
 
 def configuration(settings: Settings, mesh: sharding.Mesh | None = None) -> tuple[Config, Hyper, Task]:
     """What the flags ask for, with its vocabulary and terms; the data is read here."""
-    steps = settings.overrides.get("steps", BASE.steps)
+    base, hyper = BASE, HYPER
+    if settings.overrides.get("task") in PAIR_TASKS:
+        from experiments import training_pairs
+
+        base, hyper = training_pairs.BASE.replace(task=settings.overrides["task"]), training_pairs.HYPER
+    steps = settings.overrides.get("steps", base.steps)
     # A short run warms up for a tenth of it.
-    base = BASE.replace(steps=steps, warmup_steps=min(BASE.warmup_steps, steps // 10))
-    config, hyper = settings.configure(base, HYPER)
+    base = base.replace(steps=steps, warmup_steps=min(base.warmup_steps, steps // 10))
+    config, hyper = settings.configure(base, hyper)
     config = resolve(with_terms(config, [hyper]))
-    task = make_task(config)
+    task = make_task(config, strict=settings.strict) if settings.strict else make_task(config)
     check(config, hyper, task, sharding.constrain(mesh))
     return config, hyper, task
 
@@ -119,6 +126,20 @@ def run(settings: Settings) -> int:
     if done and done["steps"] == config.steps:
         print(summary(done, str(workdir.path)))
         return 0
+    more: dict[str, Any] = {}
+    if task.text is None:
+        judge, scores = loop.Judge(patience=settings.patience), lambda params: {}
+    else:
+        from experiments import training_pairs
+
+        judge = training_pairs.judge_of(config, hyper, task, settings.patience)
+        scores = training_pairs.score_of(config, hyper, task, "report")
+        more["feed_of"], notes = training_pairs.feed_of(config, task, settings.seed, mesh)
+        more["about"], task = training_pairs.about(task), training_pairs.on_device(task)
+        training_pairs.write_tokenizers(workdir, task)
+        if processes.first():
+            print("\n".join([*task.text.notes, *notes]), file=sys.stderr)
+    best = settings.keep_best or settings.patience or task.text is not None
     task = loop.place_task(task, mesh)
     with Stopper(settings.minutes) as stop:
         state, finished = loop.train(
@@ -130,23 +151,29 @@ def run(settings: Settings) -> int:
             stop=stop,
             checkpoint_every=settings.checkpoint_every,
             eval_every=settings.eval_every,
-            keep=Keep(settings.keep, settings.keep_every, restoring.METRIC if settings.keep_best else ""),
+            keep=Keep(settings.keep, settings.keep_every, judge.metric if best else ""),
+            judge=judge,
             warm=warm,
             profile=settings.profile,
             mesh=mesh,
+            **more,
         )
         if not finished:
             return stop.exit_code
-    numbers = loop.device_hyper(hyper, mesh)
-    sums = loop.measure(config, task, "report", mesh)(state.params, numbers, task.data)
+    numbers, reached = loop.device_hyper(hyper, mesh), int(state.step)
+    if best and restoring.was_measured(saves):
+        state = restoring.restore_state(saves, loop.abstract_state(config, hyper, mesh), "best").state
+    sums = loop.measure(config, task, "report", mesh)(state.weights, numbers, task.data)
     found = {
         "experiment": "train",
         "steps": config.steps,
+        "reached": reached,
+        "measured_at": int(state.step),
         "parameters": sum(x.size for x in jax.tree.leaves(state.params)),
         "task": config.task,
         "floor": task.floor,
-        "report": loop.describe(sums, task),
-        "samples": loop.samples(config, state.params, numbers, task),
+        "report": loop.describe(sums, task) | scores(state.weights),
+        "samples": loop.samples(config, state.weights, numbers, task),
     }
     workdir.write("results.json", found)
     print(summary(found, str(workdir.path)))
