@@ -85,16 +85,16 @@ def hold_out(pairs: Pairs) -> tuple[Pairs, Pairs]:
     return pairs.part(rows[False]), pairs.part(rows[True])
 
 
-def _stamp(path: str) -> tuple[Any, ...]:
+def stamp(path: str) -> tuple[Any, ...]:
     """What changes when the files do; a file that is missing is found out when it is read."""
-    stamp = []
+    found = []
     for file in files_of(path):
         try:
             stat = os.stat(outer_file(file))
-            stamp.append((file, stat.st_mtime_ns, stat.st_size))
+            found.append((file, stat.st_mtime_ns, stat.st_size))
         except OSError:
-            stamp.append((file, 0, 0))
-    return tuple(stamp)
+            found.append((file, 0, 0))
+    return tuple(found)
 
 
 @functools.lru_cache(maxsize=2)
@@ -135,7 +135,7 @@ def _read(config: Config, strict: bool) -> _Corpus:
         if any(given):
             raise DataError("task cmudict brings its own pairs: for --pairs, --dev and --test give --task=pairs")
         return _corpus("cmudict", given, (), False)
-    return _corpus(config.task, given, tuple(_stamp(path) for path in given if path), strict)
+    return _corpus(config.task, given, tuple(stamp(path) for path in given if path), strict)
 
 
 @functools.lru_cache(maxsize=2)

@@ -15,6 +15,11 @@ from transformer_jax.config import Config
 from transformer_jax.data.tasks import END, PAD, START, check_ids
 
 
+def smallest(size: int) -> Any:
+    """The smallest integer type that holds 0 … size - 1."""
+    return np.uint8 if size <= 1 << 8 else np.uint16 if size <= 1 << 16 else np.int32
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ragged:
     """N rows of ids, one after the other. values: ids of all rows; offsets: [N + 1], where each begins."""
@@ -28,8 +33,7 @@ class Ragged:
         offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows], dtype=np.int64)])
         values = np.fromiter((i for row in rows for i in row), np.int64, int(offsets[-1]))
         check_ids(values, size)
-        kind = np.uint8 if size <= 1 << 8 else np.uint16 if size <= 1 << 16 else np.int32
-        return cls(values.astype(kind), offsets)
+        return cls(values.astype(smallest(size)), offsets)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
