@@ -155,6 +155,7 @@ def test_marks_of_a_file_take_our_ids(tmp_path):
     assert tokenizer.size == 7 and tokenizer.encode("The CATS") == [5, 4, 6]
     assert tokenizer.encode("cat " * 5) == [4] * 5  # neither cut nor filled up, and no marks of its own
     assert tokenizer.encode("the dog") == [5, UNKNOWN]
+    assert set(tokenizer.encode("[SEP] [CLS][PAD]")) == {UNKNOWN}  # the file calls them marks; in a text they are text
     assert tokenizer.decode([START, 5, 4, 6, END, 4, PAD]) == "the cats"
     assert "".join(streamed(tokenizer, [5, 4, 6, 5])) == "the cats the"
 
