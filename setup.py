@@ -2,6 +2,9 @@
 
 from setuptools import find_packages, setup
 
+# The host pipeline, tokenizers and metrics of pairs; the tests need them too.
+DATA = ["eng-to-ipa>=0.0.2", "grain>=0.2.3", "tokenizers>=0.21", "sacrebleu>=2.4", "rapidfuzz>=3.9"]
+
 setup(
     name="transformer-jax",
     version="0.1.0",
@@ -28,8 +31,8 @@ setup(
     extras_require={
         "cuda": ["jax[cuda12]>=0.10.2,<0.13"],
         "tpu": ["jax[tpu]>=0.10.2,<0.13"],
-        "data": ["eng-to-ipa>=0.0.2", "grain>=0.2.3", "tokenizers>=0.21", "sacrebleu>=2.4", "rapidfuzz>=3.9"],
-        "test": ["pytest>=8.3", "pytest-xdist>=3.7", "hypothesis>=6.100", "ruff>=0.9", "basedpyright>=1.29"],
+        "data": DATA,
+        "test": [*DATA, "pytest>=8.3", "pytest-xdist>=3.7", "hypothesis>=6.100", "ruff>=0.9", "basedpyright>=1.29"],
         "bench": ["torch==2.13.0", "transformers>=5", "ctranslate2>=4.6"],
         "slurm": ["submitit>=1.5"],
     },

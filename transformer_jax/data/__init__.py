@@ -3,7 +3,7 @@
     task = make_task(Config(task="copy"))
     batch = jax.jit(task.train_batch)(task.data, jax.random.key(0))
 
-    text.py    the bytes of a file, or of the text that ships with Python
+    text.py    a file, or the text that ships with Python: bytes or tokens; packing.py: several in a row
     tasks.py   `Task`; copy, reverse, induction, recall, modular: made from a key
     markov.py  Markov chains whose entropy rate is known exactly
     pairs.py       pairs of texts from files; cmudict.py: from a dictionary
@@ -19,7 +19,7 @@ Config and on its key, and on nothing else: arms that differ in the model see th
 
 from transformer_jax.config import Config
 from transformer_jax.data.markov import markov_task
-from transformer_jax.data.pairs_task import PAIR_TASKS, evaluation_task, pair_sizes, pairs_task
+from transformer_jax.data.pairs_task import PAIR_TASKS, evaluation_task, make_pairs_task, pair_sizes
 from transformer_jax.data.tasks import (
     END,
     PAD,
@@ -33,7 +33,7 @@ from transformer_jax.data.tasks import (
     prompt_and_reference,
     recall_task,
 )
-from transformer_jax.data.text import text_task
+from transformer_jax.data.text import text_task, text_tokenizers
 from transformer_jax.data.vocabularies import Tokenizers
 from transformer_jax.errors import DataError
 
@@ -63,7 +63,6 @@ OWN_VOCABULARY = {
     "modular": 32,
 }
 _MAKERS = {
-    "text": text_task,
     "copy": copy_task,
     "reverse": copy_task,
     "induction": induction_task,
@@ -76,20 +75,21 @@ _MAKERS = {
 def resolve(config: Config) -> Config:
     """`config` with vocab_size filled from the task where it is 0; touches no device.
 
-    Pairs: source_vocab_size too. Their files are read and their tokenizers fitted, once for all calls
-    as long as the files stay what they are. Other tasks read nothing.
+    Pairs: source_vocab_size too. Where there are tokenizers, the files are read and they are fitted, once
+    for all calls as long as the files stay what they are. Other tasks read nothing.
     """
     if config.vocab_size:
         return config
     if config.task in PAIR_TASKS:
         return config.replace(**pair_sizes(config))
-    return config.replace(vocab_size=OWN_VOCABULARY[config.task])
+    made = text_tokenizers(config) if config.task == "text" else None
+    return config.replace(vocab_size=made.vocab_size if made else OWN_VOCABULARY[config.task])
 
 
 def make_task(config: Config, tokenizers: Tokenizers | None = None, strict: bool = False) -> Task:
     """The task of `config` with its data on the device.
 
-    tokenizers: of a trained model, for a task on pairs; None: fitted to its training side. strict: a
+    tokenizers: of a trained model on pairs or text; None: fitted to the training side. strict: a
     line that holds no pair, or one that does not fit, is an error. Raises DataError, in one line that
     names the values, for data that cannot be read or is too short, and for a seq_len, vocab_size or
     architecture that the task cannot have.
@@ -98,7 +98,9 @@ def make_task(config: Config, tokenizers: Tokenizers | None = None, strict: bool
         config = config.replace(vocab_size=tokenizers.vocab_size, source_vocab_size=tokenizers.source_vocab_size)
     config = resolve(config)
     if config.task in PAIR_TASKS:
-        return pairs_task(config, tokenizers, strict)
+        return make_pairs_task(config, tokenizers, strict)
+    if config.task == "text" and not strict:
+        return text_task(config, tokenizers)
     if tokenizers is not None or strict:
         raise DataError(f"task {config.task} has no pairs: neither tokenizers nor strict apply")
     return _MAKERS[config.task](config)

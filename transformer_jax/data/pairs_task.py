@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -54,11 +54,11 @@ class Sides:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Corpus:
-    """What the files hold. references: of a split, all answers to each source; None: those of each pair alone."""
+    """What the files hold. many: a source's pairs, side by side, are answers to one question."""
 
     splits: Mapping[str, Pairs]
     notes: tuple[str, ...]
-    many: bool  # a source's pairs are answers to one question
+    many: bool = False
 
     @property
     def sha256(self) -> str:
@@ -82,19 +82,19 @@ def hold_out(pairs: Pairs) -> tuple[Pairs, Pairs]:
     if not held or len(held) == len(numbers):
         held = {min(numbers, key=lambda source: (place_of(source, 1 << 60), source))}
     rows = {part: [i for i, s in enumerate(pairs.sources) if (s in held) == part] for part in (False, True)}
-    return pairs.part(rows[False]), pairs.part(rows[True])
+    return pairs.part(rows[False]), dataclasses.replace(pairs.part(rows[True]), name=f"{pairs.name}, held out")
 
 
-def _stamp(path: str) -> tuple[Any, ...]:
+def stamp(path: str) -> tuple[Any, ...]:
     """What changes when the files do; a file that is missing is found out when it is read."""
-    stamp = []
+    found = []
     for file in files_of(path):
         try:
             stat = os.stat(outer_file(file))
-            stamp.append((file, stat.st_mtime_ns, stat.st_size))
+            found.append((file, stat.st_mtime_ns, stat.st_size))
         except OSError:
-            stamp.append((file, 0, 0))
-    return tuple(stamp)
+            found.append((file, 0, 0))
+    return tuple(found)
 
 
 @functools.lru_cache(maxsize=2)
@@ -115,8 +115,8 @@ def _corpus(task: str, given: tuple[str, str, str], stamps: tuple[Any, ...], str
         notes.append(f"no --dev: {len(dev):,} pairs are held out by a hash of their source, {len(train):,} are left")
     if test is None:
         notes.append("no --test: the report is on the pairs of dev")
-    splits = {"train": train, "selection": dev, "report": test or dev}
-    return _Corpus(splits, (*notes, *_overlap(splits)), many=False)
+    splits = {"train": train, "selection": dev, "report": dev if test is None else test}
+    return _Corpus(splits, (*notes, *_overlap(splits)))
 
 
 def _overlap(splits: Mapping[str, Pairs]) -> list[str]:
@@ -135,7 +135,7 @@ def _read(config: Config, strict: bool) -> _Corpus:
         if any(given):
             raise DataError("task cmudict brings its own pairs: for --pairs, --dev and --test give --task=pairs")
         return _corpus("cmudict", given, (), False)
-    return _corpus(config.task, given, tuple(_stamp(path) for path in given if path), strict)
+    return _corpus(config.task, given, tuple(stamp(path) for path in given if path), strict)
 
 
 @functools.lru_cache(maxsize=2)
@@ -223,7 +223,7 @@ def encode_pairs(
     return texts, rows, notes
 
 
-def pairs_task(config: Config, tokenizers: Tokenizers | None = None, strict: bool = False) -> Task:
+def make_pairs_task(config: Config, tokenizers: Tokenizers | None = None, strict: bool = False) -> Task:
     """Pairs of config.pairs, dev and test, or the CMU dictionary; the task's `text` holds a `Sides`.
 
     data: {split: {"source" [N, S], "source_lengths", "target" [N, Y], "lengths"}} in the smallest
@@ -232,12 +232,13 @@ def pairs_task(config: Config, tokenizers: Tokenizers | None = None, strict: boo
     Raises DataError as `read_pairs` does, for vocabulary sizes that are not the tokenizers', an
     architecture without an answer, and where no pair fits seq_len.
     """
-    corpus = _read(config, strict)
-    notes = list(corpus.notes)
+    corpus, note = _read(config, strict), ""
     if tokenizers is None:
         tokenizers, note = _fitted(corpus, config.tokenizer, config.target_tokenizer, config.bpe_size)
-        notes.append(note)
-    sides = _encoded(config, tokenizers, corpus.splits, corpus.many, notes, strict)
+    check_sizes(config, tokenizers)
+    # Only what the rows depend on: the arms of a sweep share them.
+    same = Config(architecture=config.architecture, seq_len=config.seq_len)
+    sides = _encoded(same, tokenizers, corpus, note, strict)
     digest = hashlib.sha256(f"{corpus.sha256} {tokenizers.sha256}".encode()).hexdigest()
     return _task(config, sides, digest)
 
@@ -247,29 +248,23 @@ def evaluation_task(
 ) -> Task:
     """A task with the split "report" alone, of the file `pairs`: what a trained model is measured on.
 
-    The training data are not read. Raises DataError as `pairs_task` does; `option` is its name for the file.
+    The training data are not read. Raises DataError as `make_pairs_task` does; `option` is its name for the file.
     """
+    check_sizes(config, tokenizers)
     given = read_pairs(pairs, option=option, strict=strict)
-    sides = _encoded(config, tokenizers, {"report": given}, False, given.notes, strict)
+    sides = _encoded(config, tokenizers, _Corpus({"report": given}, tuple(given.notes)), "", strict)
     return _task(config, sides, given.sha256)
 
 
-def _encoded(
-    config: Config,
-    tokenizers: Tokenizers,
-    splits: Mapping[str, Pairs],
-    many: bool,
-    notes: Sequence[str],
-    strict: bool,
-) -> Sides:
-    check_sizes(config, tokenizers)
+@functools.lru_cache(maxsize=2)
+def _encoded(config: Config, tokenizers: Tokenizers, corpus: _Corpus, note: str, strict: bool) -> Sides:
     made: dict[int, Any] = {}  # without --test, two splits are one
-    for part in splits.values():
+    for part in corpus.splits.values():
         if id(part) not in made:
-            made[id(part)] = encode_pairs(config, tokenizers, part, many, strict)
-    said = [*notes, *(note for _, _, more in made.values() for note in more)]
-    pairs = {split: made[id(part)][0] for split, part in splits.items()}
-    rows = {split: made[id(part)][1] for split, part in splits.items()}
+            made[id(part)] = encode_pairs(config, tokenizers, part, corpus.many, strict)
+    said = [*corpus.notes, *([note] if note else []), *(line for _, _, more in made.values() for line in more)]
+    pairs = {split: made[id(part)][0] for split, part in corpus.splits.items()}
+    rows = {split: made[id(part)][1] for split, part in corpus.splits.items()}
     return Sides(tokenizers, pairs, rows, tuple(said))
 
 
