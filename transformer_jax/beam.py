@@ -38,7 +38,7 @@ from flax import struct
 from transformer_jax.attention import KeysValues
 from transformer_jax.cache import Cache, extend
 from transformer_jax.config import Config, Hyper
-from transformer_jax.decode import Given, Room, Rows, check_request, laid_out, on_device, read
+from transformer_jax.decode import Given, Room, Rows, check_request, id_mask, laid_out, on_device, read
 from transformer_jax.encoder_decoder import Transformer, logits_of
 from transformer_jax.errors import ConfigError, unknown
 from transformer_jax.samplers import Sampler
@@ -134,14 +134,7 @@ def search(
     state = _begun(stacked, axes, config, hyper, asked, room, beam, n_best)
     state = jax.lax.while_loop(more, step, state)
     cut = _hypotheses(asked, state.ids_BWT, state.logp_BW, state.step)
-    best = _where(state.done_B, state.best, _merged(state.best, cut))
-    none_BW = best.scores_BW == -jnp.inf
-    return Beams(
-        jnp.where(none_BW[..., None], asked.pad_id, best.ids_BWT),
-        jnp.where(none_BW, 0, best.lengths_BW),
-        best.scores_BW,
-        jnp.where(none_BW, -jnp.inf, best.logp_BW),
-    ), state.nan_B
+    return _where(state.done_B, state.best, _merged(state.best, cut)), state.nan_B
 
 
 def _begun(
@@ -186,11 +179,10 @@ def _advanced(stacked: Transformer, axes: Any, config: Config, hyper: Hyper, sta
     # All live ones of a row are as long: the rest of the cache is the same for each.
     held = replace(held, own=jax.tree.map(lambda x: x[:, :, rows], held.own))
     tokens = jax.lax.dynamic_index_in_dim(state.ids_BWT, state.step - 1, axis=2).reshape(-1, 1)
-    real = jnp.repeat(~state.done_B, W)[:, None]
 
     def one(params: Transformer, own: KeysValues, cross: KeysValues | None) -> Any:
         cache = replace(state.cache, held=replace(held, own=own, cross=cross))
-        x_BTD, cache = extend(params, config, hyper, cache, tokens, real)
+        x_BTD, cache = extend(params, config, hyper, cache, tokens)
         return _log_p(params, config, hyper, x_BTD[:, 0]), cache.held.own, replace(cache, held=None)
 
     run = jax.vmap(one, in_axes=(axes, 1, 1), out_axes=(0, 1, None))
@@ -256,7 +248,7 @@ def _hypotheses(asked: Asked, ids_BWT: jax.Array, logp_BW: jax.Array, length: ja
 
 
 def _merged(best: Beams, more: Beams) -> Beams:
-    """The best of both, as many as `best` has; of equal ones those that were first."""
+    """The best of both, as many as `best` has; of equal ones, such as none at all, those that `best` has."""
     both = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), best, more)
     _, order = jax.lax.top_k(both.scores_BW, best.scores_BW.shape[1])
     return jax.tree.map(lambda x: jnp.take_along_axis(x, order.reshape(*order.shape, *[1] * (x.ndim - 2)), 1), both)
@@ -306,8 +298,8 @@ def beam_search(
     given, room = laid_out(config, hyper, prompts, sources, max_new_tokens)
     asked = Asked(
         given,
-        jnp.asarray(np.isin(np.arange(config.V), stop_ids)),
-        jnp.asarray(np.isin(np.arange(config.V), banned_ids)),
+        id_mask(stop_ids, config.V),
+        id_mask(banned_ids, config.V),
         jnp.float32(PENALTIES[penalty.kind]),
         jnp.float32(penalty.alpha),
         jnp.int32(1 if beam == 1 else enough or NEVER),
