@@ -138,6 +138,19 @@ def test_prompts_in_pieces_and_a_ring_give_the_same_ids() -> None:
     np.testing.assert_array_equal(cut.ids_BT, whole.ids_BT)
 
 
+def test_l8_a_banned_id_is_never_drawn() -> None:
+    """Rows that a vocabulary was enlarged by, say; the probabilities that are told are the model's own."""
+    banned, prompts = (0, 3, 10), [[1 + b % 2] for b in range(64)]
+    options: Any = {"max_new_tokens": 9, "sampler": Sampler(temperature=3.0, repetition_penalty=2.0)}
+    free = generate(parameters(TEXT), TEXT, HYPER, prompts, jax.random.key(0), **options)
+    assert set(banned) <= set(np.asarray(free.ids_BT).ravel().tolist())
+    made = generate(parameters(TEXT), TEXT, HYPER, prompts, jax.random.key(0), banned_ids=banned, **options)
+    assert set(np.asarray(made.ids_BT).ravel().tolist()) == set(range(V)) - set(banned)
+    ids = np.asarray(made.ids_BT)[0]
+    logp = np.asarray(jax.nn.log_softmax(forward_of(TEXT, jnp.asarray([[*prompts[0], *ids]]))[0]))
+    np.testing.assert_allclose(made.logp_BT[0], logp[range(9), ids], atol=1e-5)
+
+
 def test_translations_are_as_alone_and_as_without_a_cache() -> None:
     """Also where the encoder's angles follow the length: that of the source, not of its bucket."""
     config = SMALL.replace(architecture="encoder_decoder", rope_scaling="dynamic", rope_original_positions=6)
@@ -181,6 +194,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "id 11 at 1 is outside the vocabulary of 11": ({}, {"prompts": [[0, 11]]}),
     "id 12 at 0 is outside": ({}, {"stop_ids": (12,)}),
     "id -1 at 0 is outside": ({}, {"pad_id": -1}),
+    "id 13 at 0 is outside": ({}, {"banned_ids": (13,)}),
     "2 row_ids for 1 prompts": ({}, {"row_ids": [0, 1]}),
     "top_k=12 is out of range": ({}, {"sampler": Sampler(top_k=12)}),
 }  # fmt: skip

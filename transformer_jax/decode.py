@@ -53,15 +53,16 @@ class Given:
 class Prompts:
     """What is asked for a batch, all of it traced.
 
-    sampler: numbers [B]. stop_ids: int32 [any number], -1 for none. rows_B: the row ids that draws depend on.
-    most: new tokens at most. pad_id: what a finished row gives.
+    sampler: numbers [B]. rows_B: the row ids that draws depend on. stops_V, banned_V: booleans, ids that end a
+    row and that are never drawn. most: new tokens at most. pad_id: what a finished row gives.
     """
 
     given: Given
     key: jax.Array
     rows_B: jax.Array
     sampler: Sampler
-    stop_ids: jax.Array
+    stops_V: jax.Array
+    banned_V: jax.Array
     most: jax.Array
     pad_id: jax.Array
 
@@ -148,11 +149,11 @@ def advance(params: Transformer, config: Config, hyper: Hyper, prompts: Prompts,
 
 def _drawn(params: Transformer, config: Config, hyper: Hyper, prompts: Prompts, state: State, x_BD: jax.Array) -> State:
     logits_BV = logits_of(params, config, hyper, x_BD[:, None])[:, 0]
-    drawn_from = adjusted(logits_BV, prompts.sampler, state.seen_BV)
+    allowed_BV = jnp.where(prompts.banned_V[None], -jnp.inf, logits_BV)
+    drawn_from = adjusted(allowed_BV, prompts.sampler, state.seen_BV)
     ids_B = draw(prompts.key, drawn_from, prompts.rows_B, state.step)
     live_B = ~state.done_B
     rows = jnp.arange(ids_B.shape[0])
-    stops_B = jnp.any(ids_B[:, None] == prompts.stop_ids[None], axis=1)
     return replace(
         state,
         ids_B=jnp.where(live_B, ids_B, prompts.pad_id),
@@ -160,7 +161,7 @@ def _drawn(params: Transformer, config: Config, hyper: Hyper, prompts: Prompts, 
         sampler_logp_B=jnp.where(live_B, log_probability(drawn_from, ids_B), 0.0),
         lengths_B=state.lengths_B + live_B,
         seen_BV=state.seen_BV.at[rows, jnp.where(live_B, ids_B, config.V)].set(True, mode="drop"),
-        done_B=state.done_B | stops_B,
+        done_B=state.done_B | prompts.stops_V[ids_B],
     )
 
 
@@ -228,20 +229,22 @@ def generate(
     sources: Rows | None = None,
     row_ids: Sequence[int] | None = None,
     piece: int = 0,
+    banned_ids: Sequence[int] = (),
 ) -> Generated:
     """Write up to max_new_tokens ids after each prompt, a row of ids of any length from 1 on.
 
     sampler: None draws from the model. stop_ids: a row ends with the first of them, which is kept.
     sources: an encoder-decoder's, one for each prompt (a prompt is then what the decoder begins with).
     row_ids: what draws depend on beside the key, 0, 1, 2, … where None. piece: tokens of the prompts
-    that are read at once, 0 for all; it bounds memory, and changes nothing else.
+    that are read at once, 0 for all; it bounds memory, and changes nothing else. banned_ids: never drawn, such
+    as rows of the vocabulary that no token has.
     Raises ConfigError or DataError, one line, for a model that cannot be cached (cache.check_cacheable),
     more positions than it has, ids outside the vocabulary, numbers that are out of range, and, once
     it has written, logits that are not finite.
     """
     asked, room = _request(
         config, hyper, prompts, key, max_new_tokens=max_new_tokens, sampler=sampler, stop_ids=stop_ids, pad_id=pad_id,
-        sources=sources, row_ids=row_ids, piece=piece,
+        sources=sources, row_ids=row_ids, piece=piece, banned_ids=banned_ids,
     )  # fmt: skip
     made = _write(params, config, on_device(hyper), asked, room)
     _check_finite(made.logp_BT)
@@ -299,10 +302,11 @@ def _request(
     sources: Rows | None = None,
     row_ids: Sequence[int] | None = None,
     piece: int = 0,
+    banned_ids: Sequence[int] = (),
 ) -> tuple[Prompts, Room]:
     """The traced and the static part of what is asked, checked and padded to buckets."""
     sampler, B = sampler or Sampler(), len(prompts)
-    check_request(config, hyper, prompts, max_new_tokens, sampler, [*stop_ids, pad_id], sources, piece)
+    check_request(config, hyper, prompts, max_new_tokens, sampler, [*stop_ids, *banned_ids, pad_id], sources, piece)
     if row_ids is not None and len(row_ids) != B:
         raise ConfigError(f"{len(row_ids)} row_ids for {B} prompts")
     given, room = laid_out(config, hyper, prompts, sources, max_new_tokens, piece)
@@ -311,16 +315,17 @@ def _request(
         key,
         jnp.asarray(np.arange(B) if row_ids is None else row_ids, jnp.int32),
         sampler.of_rows(B),
-        id_list(stop_ids),
+        id_mask(stop_ids, config.V),
+        id_mask(banned_ids, config.V),
         jnp.int32(max_new_tokens),
         jnp.int32(pad_id),
     )
     return asked, room
 
 
-def id_list(ids: Sequence[int]) -> jax.Array:
-    """int32, -1 (no id) up to the next multiple of 8: one program for all numbers of ids up to there."""
-    return jnp.asarray([*ids, *[-1] * (8 - len(ids) % 8)], jnp.int32)
+def id_mask(ids: Sequence[int], V: int) -> jax.Array:
+    """Booleans [V], True for these ids: one program for any number of them."""
+    return jnp.asarray(np.isin(np.arange(V), ids))
 
 
 def laid_out(
