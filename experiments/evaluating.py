@@ -42,8 +42,6 @@ class Evaluated:
 
     items: list[Item]
     scores: dict[str, Score]
-    too_long: int
-    unknown: int
 
 
 def parts(kind: str) -> Callable[[str], list[str]]:
@@ -62,7 +60,7 @@ def evaluate_pairs(translator: Translator, pairs: Pairs, strict: bool = False) -
         closest, edits = metrics.closest(output, several, split)
         length = len(translator.tokenizers.source.encode(source))
         items.append(Item(source, several, output, score, ids, length, closest, edits))
-    return Evaluated(items, scores_of(translator, made.best(), references), len(made.too_long), made.unknown)
+    return Evaluated(items, scores_of(translator, made.best(), references))
 
 
 def scores_of(translator: Translator, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, Score]:

@@ -10,7 +10,8 @@ both an error. Lines are UTF-8 with any ending. Answers come as the lines do: th
 translated together, so that a terminal or another program may stay at the other end.
 With --n_best=N each line gives N lines: rank, score and text with tabs between; of a blank line the
 score and the text are empty, as where the search found fewer. The score is the log-probability after
---penalty and --length_penalty (transformer_jax/beam.py). Line breaks and tabs that a model of bytes writes become spaces.
+--penalty and --length_penalty (transformer_jax/beam.py). Line breaks and tabs that a model of bytes
+writes become spaces.
 Several workdirs are an ensemble, whose probabilities are averaged; --average=N takes the mean of the
 parameters of the newest N checkpoints. --batch_size: lines that are translated at once.
 """
