@@ -106,11 +106,13 @@ def confusions(items: Sequence[Item], kind: str, most: int) -> list[tuple[str, s
 
 
 def by_length(items: Sequence[Item], name: str) -> list[tuple[str, int, float]]:
-    """(lengths of the source, items, the metric on them) for at most BINS groups of about equal size."""
+    """(lengths of the source, items, the metric on them): a group a length, or BINS at most of about equal size."""
     lengths = np.array([item.length for item in items])
-    edges = sorted({int(x) for x in np.quantile(lengths, np.arange(1, BINS + 1) / BINS, method="higher")})
+    edges = np.unique(lengths)
+    if len(edges) > BINS:
+        edges = np.unique(np.quantile(lengths, np.arange(1, BINS + 1) / BINS, method="higher"))
     rows, low = [], int(lengths.min())
-    for high in edges:
+    for high in edges.tolist():
         inside = [item for item in items if low <= item.length <= high]
         if inside:
             found = metrics.score(name, [item.output for item in inside], [item.references for item in inside])
