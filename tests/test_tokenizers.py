@@ -201,10 +201,8 @@ def test_sides_of_one_kind_share_a_vocabulary():
     made, note = fit(["ab"], ["b c"])
     assert (made.source.kind, made.target.kind) == ("chars", "symbols")
     assert (made.vocab_size, made.source_vocab_size) == (FIRST + 2, FIRST + 2) and not made.shared
-    assert (
-        note
-        == "tokenizers: chars of the source, 6 ids; symbols of the target, 6 ids (source and target: chosen by the data)"
-    )
+    assert note.startswith("tokenizers: chars of the source, 6 ids; symbols of the target, 6 ids")
+    assert note.endswith("(source and target: chosen by the data)")
     made, note = fit(["ab"], ["b c"], source="chars")
     assert made.shared and made.source is made.target and made.source_vocab_size == 0
     assert made.vocab_size == FIRST + 4 and note == "tokenizers: chars of both sides, 8 ids"

@@ -19,7 +19,7 @@ Config and on its key, and on nothing else: arms that differ in the model see th
 
 from transformer_jax.config import Config
 from transformer_jax.data.markov import markov_task
-from transformer_jax.data.pairs_task import PAIR_TASKS, evaluation_task, pair_sizes, pairs_task
+from transformer_jax.data.pairs_task import PAIR_TASKS, evaluation_task, make_pairs_task, pair_sizes
 from transformer_jax.data.tasks import (
     END,
     PAD,
@@ -98,7 +98,7 @@ def make_task(config: Config, tokenizers: Tokenizers | None = None, strict: bool
         config = config.replace(vocab_size=tokenizers.vocab_size, source_vocab_size=tokenizers.source_vocab_size)
     config = resolve(config)
     if config.task in PAIR_TASKS:
-        return pairs_task(config, tokenizers, strict)
+        return make_pairs_task(config, tokenizers, strict)
     if tokenizers is not None or strict:
         raise DataError(f"task {config.task} has no pairs: neither tokenizers nor strict apply")
     return _MAKERS[config.task](config)

@@ -223,7 +223,7 @@ def encode_pairs(
     return texts, rows, notes
 
 
-def pairs_task(config: Config, tokenizers: Tokenizers | None = None, strict: bool = False) -> Task:
+def make_pairs_task(config: Config, tokenizers: Tokenizers | None = None, strict: bool = False) -> Task:
     """Pairs of config.pairs, dev and test, or the CMU dictionary; the task's `text` holds a `Sides`.
 
     data: {split: {"source" [N, S], "source_lengths", "target" [N, Y], "lengths"}} in the smallest
@@ -247,7 +247,7 @@ def evaluation_task(
 ) -> Task:
     """A task with the split "report" alone, of the file `pairs`: what a trained model is measured on.
 
-    The training data are not read. Raises DataError as `pairs_task` does; `option` is its name for the file.
+    The training data are not read. Raises DataError as `make_pairs_task` does; `option` is its name for the file.
     """
     given = read_pairs(pairs, option=option, strict=strict)
     sides = _encoded(config, tokenizers, {"report": given}, False, given.notes, strict)

@@ -66,44 +66,43 @@ class Rows:
 def lay_out(xp: Any, config: Config, source: tuple[Any, Any], target: tuple[Any, Any], real_B: Any) -> Batch:
     """A batch from padded ids, with xp numpy or jax.numpy.
 
-    source: (ids [B, S], lengths [B]). target: (ids [B, Y], lengths [B]); the batch has T = Y + 1.
-    real_B: False for rows that fill the batch up: they have length 0 and weigh nothing.
+    source: (ids [B, S], lengths [B]). target: (ids [B, Y], lengths [B]) without marks; T is Y + 1, a
+    decoder's S + Y + 1, but no more than seq_len, which holds every pair. real_B: False for rows that
+    fill the batch up: they have length 0 and weigh nothing.
     """
-    (source_BS, source_lengths_B), (target_BY, lengths_B) = source, target
-    source_lengths_B = xp.where(real_B, source_lengths_B, 0).astype(np.int32)
+    (source_BS, source_lengths_B), (target_BY, target_lengths_B) = source, target
     B, T = target_BY.shape[0], target_BY.shape[1] + 1
-    place_1T = xp.arange(T)[None, :]
-    length_B1 = lengths_B.astype(np.int32)[:, None]
+    x_lengths_B, y_lengths_B = (lengths.astype(np.int32) for lengths in (source_lengths_B, target_lengths_B))
+    # START y END, then PAD: one id wider than the batch, as inputs and targets are one id apart.
     y_BT = xp.concatenate([target_BY.astype(np.int32), xp.full((B, 1), PAD, np.int32)], axis=1)
-    targets_BT = xp.where(place_1T == length_B1, END, y_BT)
-    tokens_BT = xp.concatenate([xp.full((B, 1), START, np.int32), targets_BT[:, :-1]], axis=1)
-    weights_BT = ((place_1T <= length_B1) & real_B[:, None]).astype(np.float32)
-    # Where a row has room for END among its inputs it stands there, and counts for nothing.
-    inputs_B = xp.where(real_B, xp.minimum(lengths_B.astype(np.int32) + 2, T), 0)
-    if config.architecture == "encoder_decoder":
-        return Batch(
-            tokens_BT, targets_BT, weights_BT, lengths_B=inputs_B, source_BS=source_BS.astype(np.int32),
-            source_lengths_B=source_lengths_B,
-        )  # fmt: skip
-    source = source_BS.astype(np.int32), source_lengths_B
-    return _one_row(xp, config, source, (tokens_BT, targets_BT, weights_BT), inputs_B)
+    y_end_BT = xp.where(xp.arange(T)[None, :] == y_lengths_B[:, None], END, y_BT)
+    row_BW = xp.concatenate([xp.full((B, 1), START, np.int32), y_end_BT], axis=1)
+    # Where the answer's START stands in each row.
+    starts_B = xp.zeros_like(x_lengths_B)
+    if config.architecture == "decoder":
+        row_BW, starts_B = _behind(xp, source_BS, x_lengths_B, row_BW), x_lengths_B
+        row_BW = row_BW[:, : config.seq_len + 1]
+        T = row_BW.shape[1] - 1
+    at_BT = xp.arange(T)[None, :] - starts_B[:, None]
+    counted_BT = (at_BT >= 0) & (at_BT <= y_lengths_B[:, None]) & real_B[:, None]
+    batch = Batch(
+        row_BW[:, :-1],
+        row_BW[:, 1:],
+        counted_BT.astype(np.float32),
+        # END is an input too where there is room for it, and nothing is asked there.
+        lengths_B=xp.where(real_B, xp.minimum(starts_B + y_lengths_B + 2, T), 0),
+    )
+    if config.architecture == "decoder":
+        return batch
+    return dataclasses.replace(
+        batch, source_BS=source_BS.astype(np.int32), source_lengths_B=xp.where(real_B, x_lengths_B, 0)
+    )
 
 
-def _one_row(xp: Any, config: Config, source: tuple[Any, Any], answer: tuple[Any, Any, Any], inputs_B: Any) -> Batch:
-    """A decoder's rows: the source, then the answer's inputs, then PAD; no wider than seq_len, which holds them all."""
-    (source_BS, lengths_B), (tokens_BT, targets_BT, weights_BT) = source, answer
-    B, T = tokens_BT.shape
-    W = min(source_BS.shape[1] + T, config.seq_len)
-    at_BW = xp.arange(W)[None, :] - lengths_B[:, None]
-    answers_BW = (at_BW >= 0) & (at_BW < T)
-    padded_BW = xp.concatenate([source_BS, xp.full((B, T), PAD, np.int32)], axis=1)[:, :W]
-
-    def beside(part_BT: Any, other_BW: Any) -> Any:
-        return xp.where(answers_BW, xp.take_along_axis(part_BT, xp.clip(at_BW, 0, T - 1), axis=1), other_BW)
-
-    row_BW = beside(tokens_BT, padded_BW)
-    # Before the answer the targets are the row's next ids too, and count for nothing.
-    next_BW = xp.concatenate([row_BW[:, 1:], xp.full((B, 1), PAD, np.int32)], axis=1)
-    nothing_BW = xp.zeros((B, W), np.float32)
-    lengths_B = xp.minimum(lengths_B + inputs_B, W)
-    return Batch(row_BW, beside(targets_BT, next_BW), beside(weights_BT, nothing_BW), lengths_B=lengths_B)
+def _behind(xp: Any, source_BS: Any, lengths_B: Any, answer_BU: Any) -> Any:
+    """[B, S + U]: each source, its answer right behind it, then PAD."""
+    (B, S), U = source_BS.shape, answer_BU.shape[1]
+    at_BW = xp.arange(S + U)[None, :] - lengths_B[:, None]
+    answers_BW = xp.take_along_axis(answer_BU, xp.clip(at_BW, 0, U - 1), axis=1)
+    sources_BW = xp.concatenate([source_BS.astype(np.int32), xp.full((B, U), PAD, np.int32)], axis=1)
+    return xp.where((at_BW >= 0) & (at_BW < U), answers_BW, sources_BW)
