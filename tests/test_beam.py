@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("quick_decoding")
 V, NEW, STOP, PROMPT = 3, 4, 1, [0, 2]
 TINY = Config(vocab_size=V, d_model=8, num_heads=2, num_layers=1, positions="alibi", seq_len=8, tie_embeddings=False)
 PENALTIES = [Penalty(kind, alpha) for kind in ("gnmt", "power") for alpha in (-1.0, 0.0, 0.7, 1.0, 2.0)]
+SEEDS = 6
 ALL = 27  # as many beams as there are prefixes of 3 ids, so that nothing is ever cut
 Scored = list[tuple[tuple[int, ...], float]]
 
@@ -133,29 +134,38 @@ def test_m4_m5_asking_for_more_does_not_change_the_best(penalty: Penalty) -> Non
 def test_m5_it_stops_as_soon_as_nothing_can_be_better_and_no_sooner() -> None:
     """The ids of live hypotheses when the loop ends, for all penalties in one program, against a bound by hand."""
 
-    def step(added: jax.Array, alpha: jax.Array) -> jax.Array:
+    def step(params: Transformer, added: jax.Array, alpha: jax.Array) -> jax.Array:
         asked = _asked([PROMPT], [STOP], NEW, TINY, added=added, alpha=alpha)
         with pytest.MonkeyPatch.context() as patch:
             ends: list[jax.Array] = []
             real = beam_module._hypotheses
             patch.setattr(beam_module, "_hypotheses", lambda *a: (ends.append(a[3]), real(*a))[1])
-            search((model(0),), TINY, Hyper(), asked, Room(8, 2, NEW, False), ALL, 1)
+            search((params,), TINY, Hyper(), asked, Room(8, 2, NEW, False), ALL, 1)
         return ends[-1]
 
-    numbers = [(beam_module.PENALTIES[p.kind], p.alpha) for p in PENALTIES]
-    steps = jit(jax.vmap(step))(*map(jnp.asarray, zip(*numbers, strict=True)))
-    assert steps.tolist() == [_steps_by_hand(p) for p in PENALTIES]
-    assert len(set(steps.tolist())) > 1
+    added, alpha = zip(*((beam_module.PENALTIES[p.kind], p.alpha) for p in PENALTIES), strict=True)
+    run = jit(jax.vmap(step, (None, 0, 0)))
+    for seed in range(SEEDS):
+        steps = run(model(seed), jnp.asarray(added), jnp.asarray(alpha))
+        assert steps.tolist() == [_steps_by_hand(seed, p) for p in PENALTIES], seed
 
 
-def _asked(prompts: Any, stops: Any, most: int, config: Config, *, added: Any, alpha: Any) -> Asked:
+def test_m5_early_stopping_asks_for_less_work_where_it_can() -> None:
+    """Else the test above would hold for a search that never stops, or always at once."""
+    assert {_steps_by_hand(seed, p) for seed in range(SEEDS) for p in PENALTIES} > {2, 4}
+
+
+def _asked(
+    prompts: Any, stops: Any, most: int, config: Config, *, added: Any, alpha: Any, enough: int = 1 << 30
+) -> Asked:
     given = Given(jnp.asarray(prompts, jnp.int32), jnp.ones(np.shape(prompts), bool))
     stops_V, none_V = jnp.asarray(np.isin(np.arange(config.V), stops)), jnp.zeros(config.V, bool)
-    return Asked(given, stops_V, none_V, jnp.asarray(added), jnp.asarray(alpha), jnp.int32(most), jnp.int32(0))
+    numbers = (jnp.asarray(added), jnp.asarray(alpha), jnp.int32(enough), jnp.int32(most), jnp.int32(0))
+    return Asked(given, stops_V, none_V, *numbers)
 
 
-def _steps_by_hand(penalty: Penalty) -> int:
-    found = dict(zip(every(0).sequences, np.log(every(0).p), strict=True))
+def _steps_by_hand(seed: int, penalty: Penalty) -> int:
+    found = dict(zip(every(seed).sequences, np.log(every(seed).p), strict=True))
     for t in range(1, NEW + 1):
         ended = [penalised(x, len(ids), penalty) for ids, x in found.items() if ids[-1] == STOP and len(ids) <= t]
         live = {}
@@ -168,6 +178,17 @@ def _steps_by_hand(penalty: Penalty) -> int:
     return NEW
 
 
+def test_enough_ends_a_row_with_the_finished_ones_of_that_step() -> None:
+    """The stop ids of the first n steps, by score: better ones that are longer are missed."""
+    penalty, found = Penalty("power", 2.0), dict(zip(every(0).sequences, np.log(every(0).p), strict=True))
+    ended = {ids: x for ids, x in found.items() if ids[-1] == STOP and len(ids) <= 2}
+    assert len(ended) == 3
+    same(hypotheses(tiny(penalty=penalty, n_best=2, enough=2)), ranked(ended, ended.values(), penalty)[:2])
+    assert (
+        hypotheses(tiny(penalty=penalty, n_best=2))[0][1] > hypotheses(tiny(penalty=penalty, n_best=2, enough=2))[0][1]
+    )
+
+
 RANDOM, WIDE = 200, 12
 MANY = SMALL.replace(num_layers=1, positions="sinusoidal")
 
@@ -177,7 +198,7 @@ def many() -> tuple[Beams, Any]:
     """200 random models in one program: a beam of 1, and greedy decoding."""
     params = jax.vmap(lambda k: init_transformer(k, MANY))(jax.random.split(jax.random.key(7), RANDOM))
     prompts, stops, room = [[3, 1], [4, 8]], [5, 6], Room(16, 2, WIDE, False)
-    asked = _asked(prompts, stops, WIDE, MANY, added=0.0, alpha=1.0)
+    asked = _asked(prompts, stops, WIDE, MANY, added=0.0, alpha=1.0, enough=1)
     greedy = Prompts(
         asked.given,
         jax.random.key(0),
@@ -334,6 +355,7 @@ MISTAKES: dict[str, dict[str, Any]] = {
     "max_new_tokens=0 is out of range": {"max_new_tokens": 0},
     "id 3 at 1 is outside the vocabulary of 3": {"banned_ids": (3,)},
     "has no sources": {"sources": [[1]]},
+    "enough=2 is out of range: at least n_best=3, or 0": {"n_best": 3, "enough": 2},
     "an ensemble of no models": {"seeds": ()},
 }
 

@@ -17,6 +17,7 @@ The map, in the direction that imports point:
     attention                 attend(): one function for self, cross, multi- and grouped-query
     ring                      the same for rows that are split over devices
     layers, encoder_decoder   layers and stacks: encoder, decoder, both
+    importing                 parameters from the tensors of other libraries, and back
     samplers, cache, decode   from logits to ids; keys and values kept; generate and stream
     beam                      beam search, of one model or an ensemble
     exact                     the exact distribution over what a small model writes

@@ -19,8 +19,9 @@ live at max_new_tokens is cut there, and ranks by its score as what is finished 
 A row ends when nothing live can still have a higher score than its n-th best finished one. A sum
 never grows and the penalty is monotone in the length, so that a live one of t ids and sum s can reach
 s / max(penalty(t + 1), penalty(max_new_tokens)), whatever alpha's sign. So n_best does not
-change which hypothesis is the best. With one beam a row ends with its first stop id: this is greedy
-decoding, whatever the penalty.
+change which hypothesis is the best. Other programs end a row sooner, with its W-th finished hypothesis,
+and may miss better ones: `enough` does as they do. With one beam a row always ends with its first
+stop id: this is greedy decoding, whatever the penalty.
 
 Several trees of parameters of one Config are an ensemble: the next id's p is the mean of theirs.
 """
@@ -43,6 +44,7 @@ from transformer_jax.errors import ConfigError, unknown
 from transformer_jax.samplers import Sampler
 
 PENALTIES = {"gnmt": 5.0, "power": 0.0}  # what is added to the length
+NEVER = 1 << 30  # more hypotheses than can finish
 MOST_ALPHA = 10.0  # a length of 1024 to the power of it is still a float32
 
 
@@ -70,13 +72,17 @@ class Beams:
 
 @struct.dataclass
 class Asked:
-    """What is asked for a batch, all of it traced. stops_V, banned_V: booleans. added, alpha: the penalty's numbers."""
+    """What is asked for a batch, all of it traced.
+
+    stops_V, banned_V: booleans. added, alpha: the penalty's numbers. enough: finished hypotheses that end a row.
+    """
 
     given: Given
     stops_V: jax.Array
     banned_V: jax.Array
     added: jax.Array
     alpha: jax.Array
+    enough: jax.Array
     most: jax.Array
     pad_id: jax.Array
 
@@ -86,7 +92,8 @@ class State:
     """After `step` ids: W live hypotheses a row, dead ones with a sum of -inf, and the best finished ones.
 
     cache: of the members, which are axis 1 of its keys and values; B W rows, before the last ids and in the
-    order of the live ones of the step before, of which parents_BW were followed. nan_B: rows that met NaN.
+    order of the live ones of the step before, of which parents_BW were followed. finished_B: how many have
+    finished; nan_B: rows that met NaN.
     """
 
     cache: Cache
@@ -94,6 +101,7 @@ class State:
     logp_BW: jax.Array
     parents_BW: jax.Array
     best: Beams
+    finished_B: jax.Array
     done_B: jax.Array
     nan_B: jax.Array
     step: jax.Array
@@ -162,6 +170,7 @@ def _begun(
         jnp.broadcast_to(jnp.where(jnp.arange(W) == 0, 0.0, -jnp.inf), (B, W)),
         jnp.zeros((B, W), jnp.int32),
         Beams(jnp.full((B, n_best, room.new), asked.pad_id), jnp.zeros((B, n_best), jnp.int32), none, none),
+        jnp.zeros(B, jnp.int32),
         jnp.zeros(B, bool),
         jnp.zeros(B, bool),
         jnp.zeros((), jnp.int32),
@@ -227,15 +236,15 @@ def _followed(asked: Asked, state: State, logp_BWV: jax.Array) -> State:
     best = _where(state.done_B, state.best, best)
     longest = jnp.maximum(*(divisor(n, asked.added, asked.alpha) for n in (jnp.minimum(t + 1, asked.most), asked.most)))
     ended_B = best.scores_BW[:, -1] >= jnp.max(logp_BW, axis=1) / longest
-    if W == 1:
-        ended_B = ended_B | (best.scores_BW[:, 0] > -jnp.inf)
+    finished_B = state.finished_B + jnp.sum(sums_BW > -jnp.inf, axis=1)
     return replace(
         state,
         ids_BWT=ids_BWT,
         logp_BW=logp_BW,
         parents_BW=parents_BW,
         best=best,
-        done_B=state.done_B | ended_B | nan_B,
+        finished_B=finished_B,
+        done_B=state.done_B | ended_B | (finished_B >= asked.enough) | nan_B,
         nan_B=state.nan_B | (nan_B & ~state.done_B),
         step=t,
     )
@@ -277,19 +286,21 @@ def beam_search(
     banned_ids: Sequence[int] = (),
     pad_id: int = 0,
     sources: Rows | None = None,
+    enough: int = 0,
 ) -> Beams:
     """The n_best texts of up to max_new_tokens ids after each prompt, a row of ids of any length from 1 on.
 
     params: one tree, or several for an ensemble. beam: live hypotheses of a row, W. stop_ids: a text ends
     with the first of them, which is kept. penalty: None for none. banned_ids: never written, such as padding
     or rows of the vocabulary that no token has; the others' p are as they were. sources: an
-    encoder-decoder's, one for each prompt (a prompt is then what the decoder begins with).
+    encoder-decoder's, one for each prompt (a prompt is then what the decoder begins with). enough: a row also
+    ends when so many hypotheses have finished, whatever the others could still reach; 0: it does not.
     Raises ConfigError or DataError, one line, for what decode.generate refuses, numbers that are out of
     range, trees that differ in a shape, and, once it has searched, logits that are not finite.
     """
     members = (params,) if isinstance(params, Transformer) else tuple(params)
     penalty = Penalty() if penalty is None else penalty
-    check_beam(beam, n_best, penalty)
+    check_beam(beam, n_best, penalty, enough)
     check_request(config, hyper, prompts, max_new_tokens, Sampler(), [*stop_ids, *banned_ids, pad_id], sources)
     _check_members(members)
     given, room = laid_out(config, hyper, prompts, sources, max_new_tokens)
@@ -299,6 +310,7 @@ def beam_search(
         jnp.asarray(np.isin(np.arange(config.V), banned_ids)),
         jnp.float32(PENALTIES[penalty.kind]),
         jnp.float32(penalty.alpha),
+        jnp.int32(1 if beam == 1 else enough or NEVER),
         jnp.int32(max_new_tokens),
         jnp.int32(pad_id),
     )
@@ -308,8 +320,10 @@ def beam_search(
     return replace(found, ids_BWT=found.ids_BWT[:, :, :max_new_tokens])
 
 
-def check_beam(beam: int, n_best: int, penalty: Penalty) -> None:
+def check_beam(beam: int, n_best: int, penalty: Penalty, enough: int = 0) -> None:
     """Raise ConfigError, naming the values, for a width, a number of results or a penalty that cannot be."""
+    if enough and enough < n_best:
+        raise ConfigError(f"enough={enough} is out of range: at least n_best={n_best}, or 0")
     if beam < 1:
         raise ConfigError(f"beam={beam} is out of range: at least 1")
     if not 1 <= n_best <= beam:
