@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from experiments.translating import Translator, translate
+from transformer_jax.cache import check_cacheable
 from transformer_jax.data import metrics
 from transformer_jax.data.metrics import Score
 from transformer_jax.errors import ConfigError
@@ -49,9 +50,17 @@ def parts(kind: str) -> Callable[[str], list[str]]:
     return list if kind == "chars" else metrics.symbols
 
 
+def _sides(translator: Translator, pairs: Pairs) -> tuple[list[str], Sequence[Sequence[str]]]:
+    """(sources, references). Where the target is symbols, any white space between them is one space, as in outputs."""
+    references = [several for _, several in pairs]
+    if translator.tokenizers.target.kind == "symbols":
+        references = [[" ".join(text.split()) for text in several] for several in references]
+    return [source for source, _ in pairs], references
+
+
 def evaluate_pairs(translator: Translator, pairs: Pairs, strict: bool = False) -> Evaluated:
     """Translate every source and score the outputs; a source that is too long has an empty output, which is wrong."""
-    sources, references = [source for source, _ in pairs], [several for _, several in pairs]
+    sources, references = _sides(translator, pairs)
     made = translate(translator, sources, strict)
     split = parts(translator.tokenizers.target.kind)
     items = []
@@ -72,9 +81,11 @@ def scores_of(translator: Translator, outputs: Sequence[str], references: Sequen
 def judge(translator: Translator, pairs: Pairs) -> Callable[[Any], dict[str, float | None]]:
     """Parameters -> the metrics on `pairs`, for evaluations during training; None each where the model diverged.
 
-    translator: how to search; its models are left out. Nothing is compiled after the first call.
+    translator: how to search; its models are left out. Nothing is compiled after the first call. Raises
+    ConfigError, before any, for a model that cannot be cached.
     """
-    sources, references = [source for source, _ in pairs], [several for _, several in pairs]
+    check_cacheable(translator.config)
+    sources, references = _sides(translator, pairs)
 
     def score(params: Any) -> dict[str, float | None]:
         try:

@@ -50,11 +50,17 @@ def free_running(config: Config, params: Any, hyper: Hyper, batch: Batch) -> jax
     return jax.lax.fori_loop(first, T, step, (batch.tokens_BT, jnp.zeros_like(batch.tokens_BT)))[1]
 
 
-def _can_cache(config: Config, batch: Batch) -> bool:
-    """Whether one token at a time with a cache is the same function as `forward` on the whole row."""
+def _is_cacheable(config: Config) -> bool:
     try:
         check_cacheable(config)
     except ConfigError:
+        return False
+    return True
+
+
+def _can_cache(config: Config, batch: Batch) -> bool:
+    """Whether one token at a time with a cache is the same function as `forward` on the whole row."""
+    if not _is_cacheable(config):
         return False
     given = (batch.positions_BT, batch.segments_BT, batch.source_positions_BS, batch.source_segments_BS)
     fits = (most_positions(config) or batch.tokens_BT.shape[1]) >= batch.tokens_BT.shape[1]
@@ -103,7 +109,7 @@ def samples(config: Config, params: Any, hyper: Hyper, task: Task) -> list[str]:
 
     Of pairs the output is what the model writes for the source, however long.
     """
-    if task.text is not None and processes.count() == 1:
+    if task.text is not None and processes.count() == 1 and _is_cacheable(config):
         return _translations(config, params, hyper, task)
     batch = sample_batch(config, task)
     outputs = np.asarray(_outputs(config, params, hyper, batch))

@@ -32,6 +32,8 @@ def run(settings: Settings) -> int:
     loaded = ensembles.load(settings)
     for note in loaded.notes:
         print(note, file=sys.stderr)
+    if sys.stdin.isatty():
+        print("a line in, a line out; Ctrl-D ends it", file=sys.stderr)
     count = blank = unknown = 0
     too_long: list[int] = []
     # Bytes: what is read and written is UTF-8 whatever the terminal's encoding.

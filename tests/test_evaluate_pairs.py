@@ -134,6 +134,17 @@ def test_a_judge_gives_the_same_numbers_and_null_for_a_diverged_model(done: Done
     broken = jax.tree.map(lambda x: x * jnp.nan, done.translator.models[0])
     assert score(broken) == dict.fromkeys(found)
     assert beam._search._cache_size() == before
+    linear = done.translator.config.replace(attention_implementation="linear")
+    with pytest.raises(ConfigError, match="no cache"):
+        evaluating.judge(dataclasses.replace(done.translator, config=linear), pairs)
+
+
+def test_white_space_around_symbols_is_no_error(done: Done) -> None:
+    pairs = pairs_of(done.rows, "test")
+    wide = [(source, [f" {several[0].replace(' ', '  ')} "]) for source, several in pairs]
+    found = {name: metric["value"] for name, metric in done.results["splits"]["test"]["metrics"].items()}
+    assert evaluating.judge(done.translator, wide)(done.translator.models[0]) == pytest.approx(found)
+    assert evaluating.evaluate_pairs(done.translator, wide).scores["exact_match"].value == found["exact_match"]
 
 
 def test_any_reference_is_right(done: Done) -> None:
