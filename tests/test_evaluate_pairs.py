@@ -25,6 +25,7 @@ from tests.quick import jit
 from transformer_jax import beam
 from transformer_jax.batch import Batch
 from transformer_jax.data import END, START, make_task, metrics
+from transformer_jax.data.tokenizers import Bytes
 from transformer_jax.encoder_decoder import forward
 from transformer_jax.errors import ConfigError
 
@@ -198,6 +199,23 @@ def test_the_page_is_whole_and_loads_nothing(done: Done) -> None:
     assert "ɑ̃" in text and "jaxlib" in text
     # Three pairs, each with encoder, decoder and cross attention.
     assert done.page.count('class="scroll heads"') == 9
+
+
+def test_sentences_have_bleu_with_its_signature(done: Done, tmp_path: Path, capsys: Any) -> None:
+    names = dataclasses.replace(done.translator.tokenizers, target=Bytes())
+    outputs = ["a man reads a book .", "two dogs run through the grass ."]
+    references = [["a man reads a book ."], ["two dogs are running through the grass ."]]
+    scores = evaluating.scores_of(dataclasses.replace(done.translator, tokenizers=names), outputs, references)
+    items = [item_of("x", out, several[0]) for out, several in zip(outputs, references, strict=True)]
+    found = {name: {"value": s.value, "signature": s.signature} for name, s in scores.items()}
+    results = dict(done.results, splits={"s": {"items": 2, "loss": None, "perplexity": None, "metrics": found}})
+    report_pairs.write(tmp_path, results, {"s": evaluating.Evaluated(items, scores)}, "bytes", {})
+    report_pairs.show(results, tmp_path)
+    page, said = (tmp_path / "report.html").read_text(encoding="utf-8"), capsys.readouterr().out
+    for text in (page, said):
+        assert "tok:13a" in text and "tok:none" in text and f"{scores['bleu'].value:.2f}" in text
+    assert report_pairs.verdict(results) == [f"s: BLEU (13a) {scores['bleu'].value:.2f} of 2 items"]
+    assert "that are mistaken" not in page and "in words" in page
 
 
 def test_markup_in_texts_stays_text(done: Done, tmp_path: Path) -> None:

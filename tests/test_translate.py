@@ -145,7 +145,7 @@ def test_blank_lines_reach_no_model(runs: Runs, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("width", [1, 4])
 def test_m3_a_row_never_depends_on_its_batch(runs: Runs, width: int) -> None:
-    translator = dataclasses.replace(runs.greedy, beam=width)
+    translator = dataclasses.replace(runs.greedy, beam=width, n_best=min(width, 3))
     together = translating.translate(translator, runs.unseen).outputs
     alone = translating.translate(dataclasses.replace(translator, rows=1), runs.unseen).outputs
     assert [made[0].ids for made in together] == [made[0].ids for made in alone]
@@ -157,12 +157,12 @@ def test_q5_what_fills_a_batch_up_changes_nothing(runs: Runs, monkeypatch: pytes
     filled = []
 
     def absurd(models: Any, config: Any, hyper: Any, prompts: Any, *, sources: Any, **options: Any) -> Any:
-        rows = [*sources[:20], *[[END] * 12] * 12]
+        rows = [*sources[:20], *[[END] * 12] * 44]
         filled.append(len(sources))
         return beam_search(models, config, hyper, prompts, sources=rows, **options)
 
     monkeypatch.setattr(translating, "beam_search", absurd)
-    assert translating.translate(runs.greedy, runs.unseen[:20]).best() == plain and filled == [32]
+    assert translating.translate(runs.greedy, runs.unseen[:20]).best() == plain and filled == [64]
 
 
 def test_outputs_stand_in_the_order_of_the_lines(runs: Runs) -> None:
@@ -235,7 +235,7 @@ def test_an_ensemble_is_the_mean_of_probabilities(runs: Runs) -> None:
     one, two = loaded(f"--restore={runs.a}"), loaded(f"--restore={runs.b}")
     both = loaded(f"--restore={runs.a},{runs.b}", "--beam=2")
     assert len(both.models) == 2
-    made = translating.translate(both, runs.unseen[:4]).outputs
+    made = translating.translate(dataclasses.replace(both, rows=4), runs.unseen[:4]).outputs
     sources = [both.tokenizers.source_ids(word) for word in runs.unseen[:4]]
     found = beam_search(
         [one.models[0], two.models[0]], both.config, both.hyper, [[START]] * 4, max_new_tokens=12, beam=2,
