@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from experiments.translating import Translator, translate
+from transformer_jax.cache import check_cacheable
 from transformer_jax.data import metrics
 from transformer_jax.data.metrics import Score
 from transformer_jax.errors import ConfigError
@@ -42,8 +43,6 @@ class Evaluated:
 
     items: list[Item]
     scores: dict[str, Score]
-    too_long: int
-    unknown: int
 
 
 def parts(kind: str) -> Callable[[str], list[str]]:
@@ -51,9 +50,17 @@ def parts(kind: str) -> Callable[[str], list[str]]:
     return list if kind == "chars" else metrics.symbols
 
 
+def _sides(translator: Translator, pairs: Pairs) -> tuple[list[str], Sequence[Sequence[str]]]:
+    """(sources, references). Where the target is symbols, any white space between them is one space, as in outputs."""
+    references = [several for _, several in pairs]
+    if translator.tokenizers.target.kind == "symbols":
+        references = [[" ".join(text.split()) for text in several] for several in references]
+    return [source for source, _ in pairs], references
+
+
 def evaluate_pairs(translator: Translator, pairs: Pairs, strict: bool = False) -> Evaluated:
     """Translate every source and score the outputs; a source that is too long has an empty output, which is wrong."""
-    sources, references = [source for source, _ in pairs], [several for _, several in pairs]
+    sources, references = _sides(translator, pairs)
     made = translate(translator, sources, strict)
     split = parts(translator.tokenizers.target.kind)
     items = []
@@ -62,7 +69,7 @@ def evaluate_pairs(translator: Translator, pairs: Pairs, strict: bool = False) -
         closest, edits = metrics.closest(output, several, split)
         length = len(translator.tokenizers.source.encode(source))
         items.append(Item(source, several, output, score, ids, length, closest, edits))
-    return Evaluated(items, scores_of(translator, made.best(), references), len(made.too_long), made.unknown)
+    return Evaluated(items, scores_of(translator, made.best(), references))
 
 
 def scores_of(translator: Translator, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, Score]:
@@ -74,9 +81,11 @@ def scores_of(translator: Translator, outputs: Sequence[str], references: Sequen
 def judge(translator: Translator, pairs: Pairs) -> Callable[[Any], dict[str, float | None]]:
     """Parameters -> the metrics on `pairs`, for evaluations during training; None each where the model diverged.
 
-    translator: how to search; its models are left out. Nothing is compiled after the first call.
+    translator: how to search; its models are left out. Nothing is compiled after the first call. Raises
+    ConfigError, before any, for a model that cannot be cached.
     """
-    sources, references = [source for source, _ in pairs], [several for _, several in pairs]
+    check_cacheable(translator.config)
+    sources, references = _sides(translator, pairs)
 
     def score(params: Any) -> dict[str, float | None]:
         try:
@@ -108,11 +117,13 @@ def confusions(items: Sequence[Item], kind: str, most: int) -> list[tuple[str, s
 
 
 def by_length(items: Sequence[Item], name: str) -> list[tuple[str, int, float]]:
-    """(lengths of the source, items, the metric on them) for at most BINS groups of about equal size."""
+    """(lengths of the source, items, the metric on them): a group a length, or BINS at most of about equal size."""
     lengths = np.array([item.length for item in items])
-    edges = sorted({int(x) for x in np.quantile(lengths, np.arange(1, BINS + 1) / BINS, method="higher")})
+    edges = np.unique(lengths)
+    if len(edges) > BINS:
+        edges = np.unique(np.quantile(lengths, np.arange(1, BINS + 1) / BINS, method="higher"))
     rows, low = [], int(lengths.min())
-    for high in edges:
+    for high in edges.tolist():
         inside = [item for item in items if low <= item.length <= high]
         if inside:
             found = metrics.score(name, [item.output for item in inside], [item.references for item in inside])

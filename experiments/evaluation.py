@@ -38,10 +38,11 @@ def splits_of(
     if not files and config.task == "pairs" and config.dev:
         files = {name: path for name, path in (("dev", config.dev), ("test", config.test)) if path}
     if files:
-        return {
-            Path(path).name if name == "pairs" else name: (evaluation_task(config, tokenizers, path, strict), "report")
+        tasks = {
+            name: evaluation_task(config, tokenizers, path, option=f"--{name}", strict=strict)
             for name, path in files.items()
         }
+        return {Path(files[name]).name if name == "pairs" else name: (task, "report") for name, task in tasks.items()}
     task = make_task(config, tokenizers, strict)
     assert task.text is not None
     same = task.text.pairs["selection"] is task.text.pairs["report"]  # no --test: dev alone
@@ -106,10 +107,7 @@ def _numbers(loaded: Loaded, task: Task, split: str, found: Evaluated) -> dict[s
         name: {"value": score.value, "signature": score.signature, "lower_is_better": METRICS[name].lower}
         for name, score in found.scores.items()
     }
-    return {
-        "items": len(found.items), **loss, "metrics": scores, "too_long": found.too_long, "unknown": found.unknown,
-        "data": task.sha256,
-    }  # fmt: skip
+    return {"items": len(found.items), **loss, "metrics": scores, "data": task.sha256}
 
 
 def _pieces(loaded: Loaded, evaluated: Mapping[str, Evaluated], show: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from experiments.translating import Translator, source_ids
 from transformer_jax.batch import Batch
 from transformer_jax.config import Config, Hyper
 from transformer_jax.data import START
-from transformer_jax.decode import on_device, padded
+from transformer_jax.decode import bucket, on_device, padded
 from transformer_jax.encoder_decoder import Traces, Transformer, forward
 
 
@@ -42,7 +42,7 @@ def heads_of(translator: Translator, items: Sequence[Item]) -> list[list[Heads]]
     sources = [source_ids(config, names, item.source) for item in items]
     begun = [[START] if both else row for row in sources]
     tokens = [[*first, *item.ids[:-1]] for first, item in zip(begun, items, strict=True)]
-    batch = _batch(tokens, sources if both else None)
+    batch = _batch(config, tokens, sources if both else None)
     traces = _traced(config, translator.models[0], on_device(translator.hyper), batch)
     out = []
     for i, item in enumerate(items):
@@ -59,15 +59,18 @@ def heads_of(translator: Translator, items: Sequence[Item]) -> list[list[Heads]]
     return out
 
 
-def _batch(tokens: list[list[int]], sources: list[list[int]] | None) -> Batch:
+def _batch(config: Config, tokens: list[list[int]], sources: list[list[int]] | None) -> Batch:
     """One batch for all items: they share a program."""
-    width = max(map(len, tokens))
-    tokens_BT = jnp.asarray(padded(tokens, width)[0])
+    most = config.P if config.positions == "learned" else None
+
+    def array(rows: list[list[int]]) -> jax.Array:
+        return jnp.asarray(padded(rows, bucket(max(map(len, rows)), most))[0])
+
+    tokens_BT = array(tokens)
     batch = Batch(tokens_BT, tokens_BT, jnp.ones(tokens_BT.shape), lengths_B=_lengths(tokens))
     if sources is None:
         return batch
-    source_BS = jnp.asarray(padded(sources, max(map(len, sources)))[0])
-    return dataclasses.replace(batch, source_BS=source_BS, source_lengths_B=_lengths(sources))
+    return dataclasses.replace(batch, source_BS=array(sources), source_lengths_B=_lengths(sources))
 
 
 def _lengths(rows: list[list[int]]) -> jax.Array:

@@ -47,8 +47,6 @@ def table(results: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
         rows.append([METRICS[name].label, *(fixed(split["metrics"][name]["value"], 2) for split in splits)])
     for name, digits in (("loss", 4), ("perplexity", 3)):
         rows.append([f"{name} (by tokens)", *(fixed(split[name], digits) for split in splits)])
-    rows.append(["too long, skipped", *(f"{split['too_long']:,}" for split in splits)])
-    rows.append(["unknown symbols", *(f"{split['unknown']:,}" for split in splits)])
     return ["", *results["splits"]], rows
 
 

@@ -156,12 +156,18 @@ def averaged(folder: Path, like: Any, count: int) -> checkpoint.Restored:
         except checkpoint.DamagedError as error:
             notes.append(str(error))
             continue
-        params = jax.tree.map(lambda x: x.astype("float32"), restored.state.params)
-        total = params if total is None else jax.tree.map(lambda a, b: a + b, total, params)
+        total = _added(total, restored.state.params)
         found.append(dataclasses.replace(restored, state=None))
     if len(found) < count:
         there = "; ".join([f"it holds {len(found)} good ones", *notes])
         raise CheckpointError(f"--average={count} wants as many checkpoints in {folder}: {there} (train with --keep)")
-    mean = jax.tree.map(lambda x, p: (x / count).astype(p.dtype), total, like.params)
+    mean = jax.jit(lambda sums: jax.tree.map(lambda x, p: (x / count).astype(p.dtype), sums, like.params))(total)
     notes.append("the mean of steps " + ", ".join(str(one.step) for one in reversed(found)))
     return dataclasses.replace(found[0], state=mean, notes=notes)
+
+
+@jax.jit
+def _added(total: Any, params: Any) -> Any:
+    """A running sum, begun where `total` is None."""
+    params = jax.tree.map(lambda x: x.astype("float32"), params)
+    return params if total is None else jax.tree.map(lambda a, b: a + b, total, params)

@@ -7,6 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments import processes
+from experiments.report import DIVERGED
+from experiments.translating import Translator, translate
 from transformer_jax.batch import Batch
 from transformer_jax.cache import check_cacheable, extend, init_cache, most_positions, read_source
 from transformer_jax.config import Config, Hyper
@@ -47,11 +50,17 @@ def free_running(config: Config, params: Any, hyper: Hyper, batch: Batch) -> jax
     return jax.lax.fori_loop(first, T, step, (batch.tokens_BT, jnp.zeros_like(batch.tokens_BT)))[1]
 
 
-def _can_cache(config: Config, batch: Batch) -> bool:
-    """Whether one token at a time with a cache is the same function as `forward` on the whole row."""
+def _is_cacheable(config: Config) -> bool:
     try:
         check_cacheable(config)
     except ConfigError:
+        return False
+    return True
+
+
+def _can_cache(config: Config, batch: Batch) -> bool:
+    """Whether one token at a time with a cache is the same function as `forward` on the whole row."""
+    if not _is_cacheable(config):
         return False
     given = (batch.positions_BT, batch.segments_BT, batch.source_positions_BS, batch.source_segments_BS)
     fits = (most_positions(config) or batch.tokens_BT.shape[1]) >= batch.tokens_BT.shape[1]
@@ -96,17 +105,40 @@ def sample_batch(config: Config, task: Task) -> Batch:
 
 
 def samples(config: Config, params: Any, hyper: Hyper, task: Task) -> list[str]:
-    """Three lines for each sample: input, reference, output."""
+    """Three lines for each sample: input, reference, output.
+
+    Of pairs the output is what the model writes for the source, however long.
+    """
+    if task.text is not None and processes.count() == 1 and _is_cacheable(config):
+        return _translations(config, params, hyper, task)
     batch = sample_batch(config, task)
     outputs = np.asarray(_outputs(config, params, hyper, batch))
     lines = []
     for row in range(min(SHOWN, len(outputs))):
         prompt, reference = prompt_and_reference(config, task, batch, row)
         counted = np.asarray(batch.weights_BT[row]) > 0
-        made = task.show(outputs[row][counted])
-        for name, text in (("input", prompt), ("reference", reference), ("output", made)):
-            lines.append(f"    {name:>9}  {_short(text)}")
+        lines += _three(prompt, reference, task.show(outputs[row][counted]))
     return lines
+
+
+def _translations(config: Config, params: Any, hyper: Hyper, task: Task) -> list[str]:
+    assert task.text is not None
+    pairs = task.text.pairs["selection" if "selection" in task.text.pairs else "report"][:SHOWN]
+    translator = Translator((params,), config, hyper, task.text.tokenizers)
+    try:
+        outputs = translate(translator, [source for source, _ in pairs]).best()
+    except ConfigError:  # nothing finite to choose from
+        outputs = [DIVERGED] * len(pairs)
+    return [
+        line
+        for (source, references), output in zip(pairs, outputs, strict=True)
+        for line in _three(source, references[0], output)
+    ]
+
+
+def _three(prompt: str, reference: str, output: str) -> list[str]:
+    shown = ("input", prompt), ("reference", reference), ("output", output)
+    return [f"    {name:>9}  {_short(text)}" for name, text in shown]
 
 
 def _short(text: str) -> str:

@@ -10,7 +10,8 @@ both an error. Lines are UTF-8 with any ending. Answers come as the lines do: th
 translated together, so that a terminal or another program may stay at the other end.
 With --n_best=N each line gives N lines: rank, score and text with tabs between; of a blank line the
 score and the text are empty, as where the search found fewer. The score is the log-probability after
---penalty and --length_penalty (transformer_jax/beam.py). Line breaks and tabs that a model of bytes writes become spaces.
+--penalty and --length_penalty (transformer_jax/beam.py). Line breaks and tabs that a model of bytes
+writes become spaces.
 Several workdirs are an ensemble, whose probabilities are averaged; --average=N takes the mean of the
 parameters of the newest N checkpoints. --batch_size: lines that are translated at once.
 """
@@ -31,6 +32,8 @@ def run(settings: Settings) -> int:
     loaded = ensembles.load(settings)
     for note in loaded.notes:
         print(note, file=sys.stderr)
+    if sys.stdin.isatty():
+        print("a line in, a line out; Ctrl-D ends it", file=sys.stderr)
     count = blank = unknown = 0
     too_long: list[int] = []
     # Bytes: what is read and written is UTF-8 whatever the terminal's encoding.

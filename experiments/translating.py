@@ -30,7 +30,7 @@ BY_LENGTH = Penalty("power", 1.0)  # the mean of ln p
 class Translator:
     """Models that write together (one, or an ensemble whose probabilities are averaged), and how they search.
 
-    beam: hypotheses kept, 1 for greedy. n_best: outputs of each source. rows: of a batch at most.
+    beam: hypotheses kept, 1 for greedy. n_best: outputs of each source. rows: of a batch.
     """
 
     models: tuple[Transformer, ...]
@@ -113,9 +113,10 @@ def count_unknown(tokenizer: Tokenizer, ids: Sequence[int]) -> int:
 
 
 def _batches(config: Config, ids: dict[int, list[int]], most: int) -> Iterator[tuple[list[int], list[list[int]]]]:
-    """(numbers, rows) of sources that share a program. Where a length has fewer than `most`, rows are a power of two.
+    """(numbers, rows) of sources that share a program: `most` rows, or one where a length has one source.
 
-    Rows that fill a batch up are its first one again: they end when that does.
+    Two sizes, as to compile a program takes longer than to fill it up. The rows that do are the first one
+    again: they end when that does.
     """
     groups: dict[int, list[int]] = {}
     for i in sorted(ids, key=lambda i: len(ids[i])):
@@ -123,7 +124,7 @@ def _batches(config: Config, ids: dict[int, list[int]], most: int) -> Iterator[t
         # What a decoder may write is what its row leaves: sources of one length, though of one program for many.
         groups.setdefault(bucket(length) if config.architecture == "encoder_decoder" else length, []).append(i)
     for group in groups.values():
-        size = min(most, 1 << (len(group) - 1).bit_length())
+        size = 1 if len(group) == 1 else most
         for first in range(0, len(group), size):
             numbers = group[first : first + size]
             yield numbers, [ids[i] for i in numbers] + [ids[numbers[0]]] * (size - len(numbers))

@@ -47,17 +47,18 @@ def write_pairs(path: Path, sources: Sequence[str]) -> Path:
 
 
 @functools.cache
-def _step(config: Config) -> Any:
+def _programs(config: Config) -> tuple[Any, Any]:
+    """(key -> a fresh state; state, hyper, data, count -> the state after so many updates), each compiled once."""
+
     def steps(state: Any, hyper: Hyper, data: Any, count: jax.Array) -> Any:
         task = make_task(config)
-        return jax.lax.fori_loop(
-            0,
-            count,
-            lambda _, s: train_step(config, s, hyper, task.train_batch(data, batch_key(s.key, s.step)))[0],
-            state,
-        )
 
-    return jit(steps)
+        def step(_: jax.Array, s: Any) -> Any:
+            return train_step(config, s, hyper, task.train_batch(data, batch_key(s.key, s.step)))[0]
+
+        return jax.lax.fori_loop(0, count, step, state)
+
+    return jit(lambda key: init_state(config, Hyper(), key)), jit(steps)
 
 
 def make_run(folder: Path, config: Config, seed: int = 0, saves: Sequence[int] = (300,), keep: int = 3) -> Path:
@@ -67,10 +68,11 @@ def make_run(folder: Path, config: Config, seed: int = 0, saves: Sequence[int] =
     assert task.text is not None
     open_workdir(str(folder), train.identity(config, hyper, seed, task), {"steps": config.steps})
     write_json(folder / "tokenizers.json", task.text.tokenizers.to_dict())
-    state = jit(lambda: init_state(config, hyper, run_key(seed)))()
+    init, advance = _programs(config)
+    state = init(run_key(seed))
     meta = {"config": to_dict(config), "tokenizers": task.text.tokenizers.sha256}
     with Saver(folder / "checkpoints", keep=keep) as saver:
         for step in saves:
-            state = _step(config)(state, hyper, task.data, step - int(state.step))
+            state = advance(state, hyper, task.data, step - int(state.step))
             saver.save(step, state, json.loads(json.dumps(meta | {"step": step})))
     return folder
