@@ -5,8 +5,10 @@ optimisation that is two to three times shorter (tests/quick.py goes further). S
 it. `make run` certifies its sweep under full optimisation.
 """
 
+import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
 
@@ -16,6 +18,20 @@ import pytest
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
+
+
+# A process may hold 65,530 mappings on Linux by default, and each compiled program takes a few: past that the
+# compiler aborts. Far below it, what was compiled is dropped.
+MAPPINGS = 16_000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def bounded_mappings() -> Iterator[None]:
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture
