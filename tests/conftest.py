@@ -1,14 +1,26 @@
 """Eight fake devices, exact products, no silent rank promotion; quick compilation.
 
-Nearly all of the suite's time is XLA compiling small programs once: without LLVM's
-optimisation that is two to three times shorter (tests/quick.py goes further). Subprocesses inherit
-it. `make run` certifies its sweep under full optimisation.
+Nearly all of the suite's time is XLA compiling small programs: without LLVM's optimisation that is two
+to three times shorter (tests/quick.py goes further), and a program that another test, worker or subprocess has
+compiled is read from a folder of this session (or from $JAX_COMPILATION_CACHE_DIR, which stays). `make run`
+certifies its sweep under full optimisation.
 """
 
+import atexit
+import gc
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
+
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="compiled-")
+    # Here it is made once, before there are workers: this is the process that outlives them.
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+os.environ |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
 
 import jax
 import pytest
@@ -16,6 +28,20 @@ import pytest
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
+
+
+# A process may hold 65,530 mappings on Linux by default, and each compiled program takes a few: past that the
+# compiler aborts. Far below it, what was compiled is dropped.
+MAPPINGS = 16_000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def bounded_mappings() -> Iterator[None]:
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture
