@@ -61,7 +61,8 @@ class Bar:
         """A line above the bar; of several processes, the first one's."""
         if not processes.first():
             return
-        (self._progress.console if self._live else self.console).print(text, highlight=False, markup=False, soft_wrap=True)
+        console = self._progress.console if self._live else self.console
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _short(x: float) -> str:

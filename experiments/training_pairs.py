@@ -6,9 +6,10 @@ from typing import Any
 
 from experiments import processes
 from experiments.ensembles import TOKENIZERS
+from experiments.evaluating import judge
 from experiments.feeds import Feed, FromHost
 from experiments.loop import Judge
-from experiments.translating import Translator, translate
+from experiments.translating import Translator
 from experiments.workdir import Workdir
 from transformer_jax import sharding
 from transformer_jax.config import Config, Hyper
@@ -43,16 +44,8 @@ Score = Callable[[Any], dict[str, float | None]]
 
 def score_of(config: Config, hyper: Hyper, task: Task, split: str, most: int | None = None) -> Score:
     """parameters -> all metrics that suit the target side, of greedy outputs for the first `most` pairs of a split."""
-    text = task.text
-    assert text is not None
-    names, pairs = metrics.for_target(text.tokenizers.target.kind), text.pairs[split][:most]
-    sources, references = [source for source, _ in pairs], [several for _, several in pairs]
-
-    def score(params: Any) -> dict[str, float | None]:
-        outputs = translate(Translator((params,), config, hyper, text.tokenizers), sources).best()
-        return {name: metrics.score(name, outputs, references).value for name in names}
-
-    return score
+    assert task.text is not None
+    return judge(Translator((), config, hyper, task.text.tokenizers), task.text.pairs[split][:most])
 
 
 def judge_of(config: Config, hyper: Hyper, task: Task, patience: int) -> Judge:
