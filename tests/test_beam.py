@@ -178,15 +178,26 @@ def _steps_by_hand(seed: int, penalty: Penalty) -> int:
     return NEW
 
 
-def test_enough_ends_a_row_with_the_finished_ones_of_that_step() -> None:
-    """The stop ids of the first n steps, by score: better ones that are longer are missed."""
+def test_enough_ends_a_row_with_the_finished_ones_so_far() -> None:
+    """The best of the first three, one of the first step and two of the second: better ones are longer."""
     penalty, found = Penalty("power", 2.0), dict(zip(every(0).sequences, np.log(every(0).p), strict=True))
     ended = {ids: x for ids, x in found.items() if ids[-1] == STOP and len(ids) <= 2}
     assert len(ended) == 3
-    same(hypotheses(tiny(penalty=penalty, n_best=2, enough=2)), ranked(ended, ended.values(), penalty)[:2])
-    assert (
-        hypotheses(tiny(penalty=penalty, n_best=2))[0][1] > hypotheses(tiny(penalty=penalty, n_best=2, enough=2))[0][1]
-    )
+    early = hypotheses(tiny(penalty=penalty, enough=3))
+    same(early, ranked(ended, ended.values(), penalty)[:1])
+    assert hypotheses(tiny(penalty=penalty))[0][1] > early[0][1]
+
+
+def test_m8_a_beam_of_one_ends_with_its_first_stop_id_whatever_the_penalty() -> None:
+    """Where longer ones gain so much that a search that went on would have written more."""
+    lengths = []
+    for seed in range(SEEDS):
+        options: dict[str, Any] = {"max_new_tokens": NEW, "stop_ids": (STOP,)}
+        greedy = outcomes(model(seed), TINY, Hyper(), PROMPT, GREEDY, **options).mode
+        [(ids, _)] = hypotheses(tiny([seed], beam=1, penalty=Penalty("power", 10.0)))
+        assert ids == greedy
+        lengths.append(len(ids))
+    assert min(lengths) < NEW
 
 
 def test_m8_near_candidates_of_a_long_text_are_told_apart() -> None:
