@@ -28,7 +28,12 @@ RUN_FLAGS: dict[str, tuple[str, Any, str, float]] = {
     "seed": ("int", 0, "the run's seed", 0),
     "overwrite": ("bool", False, "move a workdir that holds another run aside and start anew", 0),
     "restore": ("str", "", "the workdir of the trained model to use", 0),
-    "restore_step": ("str", "", "which checkpoint: a step, or best (lowest selection loss); empty: the newest good", 0),
+    "restore_step": (
+        "str",
+        "",
+        "which checkpoint: a step, best or newest; empty: best of a model of pairs, else newest",
+        0,
+    ),
     "parts": ("str", "", "with --restore: only these parameters, such as embedding,decoder/layers; empty: all", 0),
     "keep": ("int", 2, "newest checkpoints that stay", 1),
     "keep_every": ("int", 0, "checkpoints of each such step stay too; 0: none", 0),

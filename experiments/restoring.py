@@ -85,20 +85,35 @@ def _measured(folder: Path) -> dict[int, float]:
 
 
 def chosen_step(folder: Path, which: str) -> int:
-    """The step that --restore_step names: "" the newest, "best", or a number. Raises CheckpointError."""
+    """The step that --restore_step names: "" or "newest", "best", or a number. Raises CheckpointError."""
     if which == "best":
         return best_step(folder)
+    which = "" if which == "newest" else which
     if which and not which.isdecimal():
-        raise CheckpointError(f"--restore_step={which}: best, or a number of steps")
+        raise CheckpointError(f"--restore_step={which}: best, newest, or a number of steps")
     there = checkpoint.steps(folder)
     if not there:
         raise CheckpointError(f"no finished checkpoint in {folder}")
     return int(which) if which else there[-1]
 
 
+def usual_step(folder: Path) -> str:
+    """What --restore_step means where it is not given: "best" of a run that is judged by what it writes, else newest.
+
+    Such a run keeps its best checkpoint, and goes on past it.
+    """
+    for step in reversed(checkpoint.steps(folder)):
+        try:
+            judged = checkpoint.read_meta(folder, step).get("judged_by", METRIC) != METRIC
+        except CheckpointError:
+            continue
+        return "best" if judged and was_measured(folder) else ""
+    return ""
+
+
 def sound_step(folder: Path, which: str) -> tuple[int, list[str]]:
     """As `chosen_step`, but of the newest, the newest that is read whole; and a line for each passed over."""
-    if which:
+    if which not in ("", "newest"):
         return chosen_step(folder, which), []
     passed = []
     for step in reversed(checkpoint.steps(folder)):
@@ -122,7 +137,7 @@ def changed(config: Config, hyper: Hyper, values: Mapping[str, Any]) -> tuple[Co
 
 def restore_state(folder: Path, like: Any, which: str = "") -> checkpoint.Restored:
     """The state that --restore_step names, as checkpoint.restore gives it; of the newest, the newest good one."""
-    if not which:
+    if which in ("", "newest"):
         return checkpoint.restore_latest(folder, like)
     return checkpoint.restore(folder, chosen_step(folder, which), like)
 
@@ -136,7 +151,7 @@ def restore_weights(folder: Path, like: Any, which: str = "", average: int = 0) 
         raise CheckpointError(f"--average={average} takes the newest checkpoints: leave --restore_step={which} out")
     if average:
         return averaged(folder, like, average)
-    restored = restore_state(folder, like, which)
+    restored = restore_state(folder, like, which or usual_step(folder))
     return dataclasses.replace(restored, state=restored.state.weights)
 
 
