@@ -226,12 +226,16 @@ def test_long_pairs_are_skipped_and_counted(files, tmp_path):
         make_task(config, strict=True)
     with pytest.raises(DataError, match="4 of 4 pairs do not fit seq_len=1"):
         make_task(config.replace(seq_len=1))
-    # A decoder's row holds both sides: x START y [END] in seq_len inputs.
-    config = small(pairs=config.pairs, dev=files["dev"], architecture="decoder", tokenizer="symbols", seq_len=9)
+    # A decoder's row holds both sides: x START y in seq_len inputs, and END as the last target.
+    config = small(
+        pairs=config.pairs, dev=files["dev"], test=config.pairs, architecture="decoder", tokenizer="chars", seq_len=11
+    )
     task = make_task(config)
-    assert [len(y) for _, (y,) in task.text.pairs["train"]] == [3, 1, 13]
-    batch = jax.tree.map(lambda x: x[:3], task.eval_batch(task.data, "selection", 0))
-    check_rows(config, task, batch, DEV[:3])
+    kept = [("abc", "a b"), ("a" * 9, "a")]
+    assert [(x, y) for x, (y,) in task.text.pairs["report"]] == kept
+    batch = jit(task.eval_batch, static_argnums=1)(task.data, "report", 0)
+    assert batch.tokens_BT.shape == (4, 11)
+    check_rows(config, task, batch, kept)
 
 
 def test_several_answers_to_a_source(monkeypatch):
