@@ -191,6 +191,11 @@ def test_splits_and_what_is_said(files, tmp_path):
     other = make_task(small(**files, test=tsv(tmp_path, "test.tsv", DEV[:3])))
     assert other.text.pairs["report"] == [(x, [y]) for x, y in DEV[:3]]
     assert other.text.notes[2] == "test.tsv: 3 pairs" and other.sha256 != task.sha256
+    batch = jit(task.eval_batch, static_argnums=1)(task.data, "report", 0)
+    assert prompt_and_reference(small(**files), task, batch, 1) == DEV[1]  # each side by its own tokenizer
+    # Lines are questions of their own, though their sources be equal: scores are over lines.
+    twice = make_task(small(**files, test=tsv(tmp_path, "test.tsv", [("a", "b"), ("a", "c")])))
+    assert twice.text.pairs["report"] == [("a", ["b"]), ("a", ["c"])]
 
 
 def test_dev_is_held_out_where_there_is_none(tmp_path):
