@@ -191,6 +191,11 @@ def test_splits_and_what_is_said(files, tmp_path):
     other = make_task(small(**files, test=tsv(tmp_path, "test.tsv", DEV[:3])))
     assert other.text.pairs["report"] == [(x, [y]) for x, y in DEV[:3]]
     assert other.text.notes[2] == "test.tsv: 3 pairs" and other.sha256 != task.sha256
+    batch = jit(task.eval_batch, static_argnums=1)(task.data, "report", 0)
+    assert prompt_and_reference(small(**files), task, batch, 1) == DEV[1]  # each side by its own tokenizer
+    # Lines are questions of their own, though their sources be equal: scores are over lines.
+    twice = make_task(small(**files, test=tsv(tmp_path, "test.tsv", [("a", "b"), ("a", "c")])))
+    assert twice.text.pairs["report"] == [("a", ["b"]), ("a", ["c"])]
 
 
 def test_dev_is_held_out_where_there_is_none(tmp_path):
@@ -226,12 +231,16 @@ def test_long_pairs_are_skipped_and_counted(files, tmp_path):
         make_task(config, strict=True)
     with pytest.raises(DataError, match="4 of 4 pairs do not fit seq_len=1"):
         make_task(config.replace(seq_len=1))
-    # A decoder's row holds both sides: x START y [END] in seq_len inputs.
-    config = small(pairs=config.pairs, dev=files["dev"], architecture="decoder", tokenizer="symbols", seq_len=9)
+    # A decoder's row holds both sides: x START y in seq_len inputs, and END as the last target.
+    config = small(
+        pairs=config.pairs, dev=files["dev"], test=config.pairs, architecture="decoder", tokenizer="chars", seq_len=11
+    )
     task = make_task(config)
-    assert [len(y) for _, (y,) in task.text.pairs["train"]] == [3, 1, 13]
-    batch = jax.tree.map(lambda x: x[:3], task.eval_batch(task.data, "selection", 0))
-    check_rows(config, task, batch, DEV[:3])
+    kept = [("abc", "a b"), ("a" * 9, "a")]
+    assert [(x, y) for x, (y,) in task.text.pairs["report"]] == kept
+    batch = jit(task.eval_batch, static_argnums=1)(task.data, "report", 0)
+    assert batch.tokens_BT.shape == (4, 11)
+    check_rows(config, task, batch, kept)
 
 
 def test_several_answers_to_a_source(monkeypatch):

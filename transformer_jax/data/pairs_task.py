@@ -252,12 +252,11 @@ def evaluation_task(
     """
     check_sizes(config, tokenizers)
     given = read_pairs(pairs, option=option, strict=strict)
-    sides = _encoded(config, tokenizers, _Corpus({"report": given}, tuple(given.notes)), "", strict)
+    sides = _encode(config, tokenizers, _Corpus({"report": given}, tuple(given.notes)), "", strict)
     return _task(config, sides, given.sha256)
 
 
-@functools.lru_cache(maxsize=2)
-def _encoded(config: Config, tokenizers: Tokenizers, corpus: _Corpus, note: str, strict: bool) -> Sides:
+def _encode(config: Config, tokenizers: Tokenizers, corpus: _Corpus, note: str, strict: bool) -> Sides:
     made: dict[int, Any] = {}  # without --test, two splits are one
     for part in corpus.splits.values():
         if id(part) not in made:
@@ -266,6 +265,9 @@ def _encoded(config: Config, tokenizers: Tokenizers, corpus: _Corpus, note: str,
     pairs = {split: made[id(part)][0] for split, part in corpus.splits.items()}
     rows = {split: made[id(part)][1] for split, part in corpus.splits.items()}
     return Sides(tokenizers, pairs, rows, tuple(said))
+
+
+_encoded = functools.lru_cache(maxsize=2)(_encode)
 
 
 def _on_device(rows: Rows) -> dict[str, jax.Array]:
