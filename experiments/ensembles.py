@@ -8,14 +8,13 @@ from typing import Any
 from experiments import restoring
 from experiments.flags import Settings
 from experiments.translating import ROWS, Translator
-from experiments.workdir import WorkdirError, differences, read_json
+from experiments.workdir import TOKENIZERS, WorkdirError, differences
 from transformer_jax.beam import Penalty, check_beam
 from transformer_jax.config import Config, Hyper, to_dict
 from transformer_jax.data import Tokenizers
 from transformer_jax.data.pairs_task import PAIR_TASKS
 from transformer_jax.errors import CheckpointError, ConfigError
 
-TOKENIZERS = "tokenizers.json"  # in the workdir of a run on pairs
 FLAGS = ("restore", "restore_step", "average", "beam", "n_best", "penalty", "length_penalty", "strict")
 DATA = ("pairs", "dev", "test", "batch_size")  # fields of Config that are not the model's, and may differ
 # How a model was trained, which what it computes does not depend on.
@@ -43,14 +42,6 @@ def restores(restore: str) -> list[str]:
     return [restore] if "," not in restore or Path(restore).is_dir() else [part.strip() for part in restore.split(",")]
 
 
-def tokenizers_of(restore: str) -> Tokenizers:
-    """The tokenizers that a run of pairs was trained with. Raises WorkdirError where there are none."""
-    held = read_json(Path(restore) / TOKENIZERS)
-    if held is None:
-        raise WorkdirError(f"--restore={restore}: no {TOKENIZERS} there")
-    return Tokenizers.from_dict(held)
-
-
 def load(settings: Settings) -> Loaded:
     """What the flags FLAGS ask for.
 
@@ -69,7 +60,9 @@ def load(settings: Settings) -> Loaded:
         if trained.task not in PAIR_TASKS:
             raise ConfigError(f"--restore={name} was trained on task {trained.task}: one of {', '.join(PAIR_TASKS)}")
         config, hyper = restoring.changed(trained, trained_hyper, changes)
-        tokenizers = tokenizers_of(name)
+        tokenizers = restoring.saved_tokenizers(name)
+        if tokenizers is None:
+            raise WorkdirError(f"--restore={name}: no {TOKENIZERS} there")
         if first is None:
             first = config, hyper, tokenizers
             if settings.beam > config.V:

@@ -40,7 +40,7 @@ def run(settings: Settings) -> int:
         raise ConfigError(f"--{idle[0]} has no effect on a model of task {trained.task}: leave it out")
     mesh = sharding.from_text(settings.mesh)
     config, hyper = restoring.changed(trained, trained_hyper, settings.overrides)
-    task = loop.place_task(make_task(config), mesh)
+    task = loop.place_task(make_task(config, restoring.saved_tokenizers(settings.restore)), mesh)
     saves = Path(settings.restore) / "checkpoints"
     like = loop.abstract_state(config, hyper, mesh)
     restored = restoring.restore_weights(saves, like, settings.restore_step, settings.average)

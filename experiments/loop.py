@@ -97,7 +97,7 @@ def describe(sums: Sums, task: Task) -> dict[str, float | None]:
     }  # fmt: skip
     if task.floor is not None:
         out["above_floor"] = loss - task.floor
-    elif task.vocab_size == 256:
+    elif task.name == "text" and task.text is None:  # bytes as they are
         out["bits_per_byte"] = loss / math.log(2.0)
     return out
 

@@ -9,9 +9,10 @@ from typing import Any
 import jax
 
 from experiments import grid
-from experiments.workdir import WorkdirError, read_json
+from experiments.workdir import TOKENIZERS, WorkdirError, read_json
 from transformer_jax import checkpoint
 from transformer_jax.config import Config, Hyper, from_dict, with_terms
+from transformer_jax.data import Tokenizers
 from transformer_jax.errors import CheckpointError, ConfigError
 from transformer_jax.saver import Keep
 
@@ -30,6 +31,12 @@ def saved_configuration(restore: str) -> tuple[Config, Hyper]:
         raise WorkdirError(f"--restore={restore} holds {what['experiment']}; a workdir of train is wanted")
     steps = held["free"]["steps"]
     return from_dict(Config, what["config"] | {"steps": steps}), from_dict(Hyper, what["hyper"])
+
+
+def saved_tokenizers(restore: str) -> Tokenizers | None:
+    """The tokenizers that a run on texts was trained with; None where it has none."""
+    held = read_json(Path(restore) / TOKENIZERS)
+    return None if held is None else Tokenizers.from_dict(held)
 
 
 def folders(restore: str) -> list[Path]:

@@ -24,7 +24,8 @@ from experiments.evaluate import saved_configuration
 from experiments.flags import Settings
 from transformer_jax.cache import check_cacheable, check_positions
 from transformer_jax.config import Config
-from transformer_jax.data import END, START, check_ids, make_task
+from transformer_jax.data import END, START, Tokenizers, check_ids, make_task
+from transformer_jax.data.pairs_task import PAIR_TASKS
 from transformer_jax.decode import stream
 from transformer_jax.errors import ConfigError, unknown
 from transformer_jax.samplers import Sampler, check_sampler
@@ -33,7 +34,6 @@ FLAGS = (
     "restore", "restore_step", "prompt", "sample_temperature", "top_k", "top_p", "min_p", "repetition_penalty",
     "max_new_tokens", "num_samples", "seed", "stop",
 )  # fmt: skip
-NEWLINE = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +48,11 @@ class Codec:
     stop_ids: tuple[int, ...]
 
 
-def codec_of(config: Config) -> Codec:
-    """Bytes for text, names for the other tasks; the file that a text model was trained on is not read."""
+def codec_of(config: Config, tokenizers: Tokenizers | None = None) -> Codec:
+    """A text model's tokenizer, or bytes; names for generated tasks. The text that a model learned is not read."""
+    if tokenizers is not None:
+        tokenizer = tokenizers.target
+        return Codec(tokenizer.encode, tokenizer.shower, (END,))
     if config.task == "text":
         return Codec(lambda text: list(text.encode("utf-8", "surrogateescape")), _bytes_shower, ())
     task = make_task(config)
@@ -107,14 +110,19 @@ def run(settings: Settings) -> int:
     from experiments import loop
 
     trained, trained_hyper = saved_configuration(settings.restore)
+    if trained.task in PAIR_TASKS:
+        raise ConfigError(f"--restore={settings.restore} was trained on pairs: --experiment=translate writes for it")
     config, hyper = restoring.changed(trained, trained_hyper, settings.overrides)
     check_cacheable(config)
     sampler = Sampler(
         settings.sample_temperature, settings.top_k, settings.top_p, settings.min_p, settings.repetition_penalty
     )
     check_sampler(sampler, config.V)
-    codec = codec_of(config)
+    codec = codec_of(config, restoring.saved_tokenizers(settings.restore))
     given, stop = codec.encode(settings.prompt), codec.encode(settings.stop)
+    if config.task == "text" and not given:
+        note("no --prompt: the text begins after a line break")
+        given = codec.encode("\n")
     prompt, source = _checked(config, given)
     check_ids(stop, config.V)
     count = settings.max_new_tokens or config.seq_len - len(prompt)
@@ -136,7 +144,7 @@ def run(settings: Settings) -> int:
             sampler=sampler, stop_ids=codec.stop_ids, row_ids=[number], sources=None if source is None else [source],
         )  # fmt: skip
         shower = codec.shower()
-        if source is None and given:
+        if source is None and settings.prompt:
             show(shower(given))
         for ids in before_stop((int(ids_B[0]) for ids_B in columns), stop):
             if ids:
@@ -150,9 +158,6 @@ def _checked(config: Config, given: list[int]) -> tuple[list[int], list[int] | N
     check_ids(given, config.V)
     if len(given) > config.seq_len:
         raise ConfigError(f"--prompt has {len(given)} tokens, and the model reads seq_len={config.seq_len}")
-    if config.task == "text" and not given:
-        note("no --prompt: the text begins after a line break")
-        given = [NEWLINE]
     if not given:
         raise ConfigError(f"--prompt is empty: task {config.task} begins with at least one id")
     return ([START], given) if config.architecture == "encoder_decoder" else (given, None)

@@ -14,6 +14,7 @@ from transformer_jax.batch import Batch
 from transformer_jax.cache import check_cacheable, extend, init_cache, most_positions, read_source
 from transformer_jax.config import Config, Hyper
 from transformer_jax.data import Task, prompt_and_reference
+from transformer_jax.data.pairs_task import PAIR_TASKS
 from transformer_jax.encoder_decoder import forward, logits_of
 from transformer_jax.errors import ConfigError
 
@@ -109,7 +110,7 @@ def samples(config: Config, params: Any, hyper: Hyper, task: Task) -> list[str]:
 
     Of pairs the output is what the model writes for the source, however long.
     """
-    if task.text is not None and processes.count() == 1 and _is_cacheable(config):
+    if config.task in PAIR_TASKS and processes.count() == 1 and _is_cacheable(config):
         return _translations(config, params, hyper, task)
     batch = sample_batch(config, task)
     outputs = np.asarray(_outputs(config, params, hyper, batch))

@@ -24,7 +24,7 @@ from experiments import processes, restoring
 from experiments.flags import Settings
 from experiments.interrupt import Stopper
 from experiments.program import check
-from experiments.workdir import open_workdir
+from experiments.workdir import TOKENIZERS, open_workdir
 from transformer_jax import checkpoint, sharding
 from transformer_jax.config import Config, Hyper, to_dict, with_terms
 from transformer_jax.data import Task, make_task, resolve
@@ -127,7 +127,11 @@ def run(settings: Settings) -> int:
         print(summary(done, str(workdir.path)))
         return 0
     more: dict[str, Any] = {}
-    if task.text is None:
+    notes: list[str] = []
+    if task.text is not None:
+        workdir.write(TOKENIZERS, task.text.tokenizers.to_dict())
+        more["about"] = {"tokenizers": task.text.tokenizers.sha256}
+    if config.task not in PAIR_TASKS:
         judge, scores = loop.Judge(patience=settings.patience), lambda params: {}
     else:
         from experiments import training_pairs
@@ -135,11 +139,10 @@ def run(settings: Settings) -> int:
         judge = training_pairs.judge_of(config, hyper, task, settings.patience)
         scores = training_pairs.score_of(config, hyper, task, "report")
         more["feed_of"], notes = training_pairs.feed_of(config, task, settings.seed, mesh)
-        more["about"], task = training_pairs.about(task), training_pairs.on_device(task)
-        training_pairs.write_tokenizers(workdir, task)
-        if processes.first():
-            print("\n".join([*task.text.notes, *notes]), file=sys.stderr)
-    best = settings.keep_best or settings.patience or task.text is not None
+        task = training_pairs.on_device(task)
+    if task.text is not None and processes.first():
+        print("\n".join([*task.text.notes, *notes]), file=sys.stderr)
+    best = settings.keep_best or settings.patience or config.task in PAIR_TASKS
     task = loop.place_task(task, mesh)
     with Stopper(settings.minutes) as stop:
         state, finished = loop.train(

@@ -5,20 +5,15 @@ from collections.abc import Callable
 from typing import Any
 
 from experiments import processes
-from experiments.ensembles import TOKENIZERS
 from experiments.evaluating import judge
 from experiments.feeds import Feed, FromHost
 from experiments.loop import Judge
 from experiments.translating import Translator
-from experiments.workdir import Workdir
 from transformer_jax import sharding
 from transformer_jax.config import Config, Hyper
 from transformer_jax.data import Task, metrics
 from transformer_jax.data.batches import PairBatches
-from transformer_jax.data.pairs_task import PAIR_TASKS
 from transformer_jax.train import TrainState
-
-__all__ = ["BASE", "HYPER", "PAIR_TASKS", "about", "feed_of", "judge_of", "write_tokenizers"]
 
 # A small corpus's model: what held on the development parts of several (see BUILD_NOTES.md).
 BASE = Config(
@@ -70,15 +65,3 @@ def feed_of(config: Config, task: Task, seed: int, mesh: sharding.Mesh | None) -
 def on_device(task: Task) -> Task:
     """The task without its training pairs on the device: the host has them."""
     return dataclasses.replace(task, data={split: part for split, part in task.data.items() if split != "train"})
-
-
-def about(task: Task) -> dict[str, Any]:
-    """What each checkpoint says of its tokenizers."""
-    assert task.text is not None
-    return {"tokenizers": task.text.tokenizers.sha256}
-
-
-def write_tokenizers(workdir: Workdir, task: Task) -> None:
-    """tokenizers.json beside config.json."""
-    assert task.text is not None
-    workdir.write(TOKENIZERS, task.text.tokenizers.to_dict())

@@ -20,6 +20,7 @@ from typing import Any
 from experiments import processes
 from transformer_jax.errors import UserError
 
+TOKENIZERS = "tokenizers.json"  # of a run on texts, beside config.json
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
