@@ -4,8 +4,9 @@
     decoder           x START y END as one row of next-token prediction; only y and END count
 
 The source ends with END, as in most translation toolkits: the encoder sees where it stops
-whatever the position scheme, and no source is empty. Rows are as wide as the longest pair of
-their split. Pairs that do not fit seq_len are skipped and counted, or refused where `strict`.
+whatever the position scheme, and no source is empty. Training rows are as wide as their
+longest pair, those of both evaluation splits as the longest of either. Pairs that do not fit
+seq_len are skipped and counted, or refused where `strict`.
 """
 
 import dataclasses
@@ -270,8 +271,8 @@ def _encode(config: Config, tokenizers: Tokenizers, corpus: _Corpus, note: str, 
 _encoded = functools.lru_cache(maxsize=2)(_encode)
 
 
-def _on_device(rows: Rows) -> dict[str, jax.Array]:
-    every, (S, T) = np.arange(len(rows)), rows.widths
+def _on_device(rows: Rows, widths: tuple[int, int]) -> dict[str, jax.Array]:
+    every, (S, T) = np.arange(len(rows)), widths
     arrays = {
         "source": rows.source.padded(every, S),
         "source_lengths": rows.source.lengths.astype(np.int32),
@@ -283,10 +284,13 @@ def _on_device(rows: Rows) -> dict[str, jax.Array]:
 
 def _task(config: Config, sides: Sides, sha256: str) -> Task:
     B = config.batch_size
+    # Batches of both evaluation splits have one shape: a sweep measures them in one loop.
+    measured = [rows.widths for split, rows in sides.rows.items() if split in SPLITS]
+    S, T = (max(sizes) for sizes in zip(*measured, strict=True))
     placed: dict[int, dict[str, jax.Array]] = {}
-    for rows in sides.rows.values():
+    for split, rows in sides.rows.items():
         if id(rows) not in placed:
-            placed[id(rows)] = _on_device(rows)
+            placed[id(rows)] = _on_device(rows, (S, T) if split in SPLITS else rows.widths)
     data = {split: placed[id(rows)] for split, rows in sides.rows.items()}
     eval_batches = {split: -(-len(sides.rows[split]) // B) for split in SPLITS if split in sides.rows}
 
