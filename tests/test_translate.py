@@ -5,11 +5,13 @@ import io
 import json
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -22,7 +24,7 @@ from tests.quick import jit
 from transformer_jax import beam, checkpoint
 from transformer_jax.beam import Penalty, beam_search
 from transformer_jax.config import Hyper
-from transformer_jax.data import END, START, Tokenizers, resolve
+from transformer_jax.data import END, PAD, START, Tokenizers, resolve
 from transformer_jax.data.tokenizers import Bytes
 from transformer_jax.encoder_decoder import init_transformer
 from transformer_jax.errors import CheckpointError, DataError, UserError
@@ -102,12 +104,15 @@ def test_many_lines_come_in_windows_in_their_order(monkeypatch: pytest.MonkeyPat
 
 def test_an_answer_is_possible_before_the_stream_ends() -> None:
     read, write = os.pipe()
+    end = threading.Timer(20, os.close, [write])  # who waits for the end gets it, and is found out
+    end.start()
     with os.fdopen(read, "rb") as stream:
         parts = lines.windows(stream)
         os.write(write, b"first\nsec")
         assert next(parts) == ["first"]
         os.write(write, b"ond\nthird\n")
         assert next(parts) == ["second", "third"]
+        end.cancel()
         os.close(write)
         assert list(parts) == []
 
@@ -215,8 +220,11 @@ def test_the_n_best_come_ranked(runs: Runs, capsys: Any, monkeypatch: Any) -> No
 
 
 def test_a_decoder_alone_translates_too() -> None:
-    config = resolve(BASE.replace(architecture="decoder", vocab_size=Bytes().size, seq_len=14))
+    config = resolve(BASE.replace(architecture="decoder", vocab_size=Bytes().size, seq_len=14, output_bias=True))
     params = jit(lambda: init_transformer(jax.random.key(3), config))()
+    # A model that would write marks alone, if it might.
+    wants = params.embedding.bout_V.at[jnp.array([PAD, START])].set(99.0)
+    params = dataclasses.replace(params, embedding=dataclasses.replace(params.embedding, bout_V=wants))
     both = Bytes()
     translator = Translator((params,), config, Hyper(), Tokenizers(both, both), rows=2)
     asked = ["ab", "né", "abcd", "x" * 13, "x" * 14]
@@ -224,6 +232,7 @@ def test_a_decoder_alone_translates_too() -> None:
     assert made.too_long == [4] and made.unknown == 0
     # The text, START and what is written fill the row; its END may stand past it.
     assert [len(found[0].ids) for found in made.outputs[:4]] == [12, 11, 10, 1]
+    assert not {PAD, START} & {i for found in made.outputs[:4] for i in found[0].ids}
     for i, text in enumerate(asked[:4]):
         assert translating.translate(translator, [text]).outputs[0][0].ids == made.outputs[i][0].ids
 
