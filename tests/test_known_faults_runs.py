@@ -19,7 +19,7 @@ from transformer_jax.config import Config, Hyper, with_terms
 from transformer_jax.data import make_task, resolve
 from transformer_jax.encoder_decoder import hidden, init_transformer
 from transformer_jax.saver import Saver
-from transformer_jax.train import TrainState, batch_key, gradients, init_state, train_step
+from transformer_jax.train import TrainState, averaged, batch_key, gradients, init_state, train_step
 
 SAMPLE = Path(__file__).parent / "fixtures" / "checkpoint"
 DROPS = Hyper(dropout_rate=0.5, attention_dropout_rate=0.3, activation_dropout_rate=0.2)
@@ -157,3 +157,46 @@ def test_i12_batches_go_on_where_they_stopped(tmp_path: Path) -> None:
         saver.save(5, middle, {})
     restored = checkpoint.restore_latest(tmp_path, jax.eval_shape(lambda: fresh)).state
     assert first + ids(restored, 5)[1] == straight and len(set(straight)) == 10
+
+
+def test_h8_an_average_of_a_constant_is_that_constant() -> None:
+    """Where the first parameters are 0 and the rest 10, no bias is left to correct: young averages forget."""
+    hyper, ema = Hyper(ema_decay=0.9), jnp.float32(10.0)
+    for n in (1, 2, 3):
+        ema = averaged(ema, jnp.float32(10.0), hyper, jnp.int32(n))
+        assert float(ema) == 10.0
+    # From elsewhere: 2/11 of it is left after one update, 2/11 3/12 after two; never more than by the decay itself.
+    left = averaged(jnp.float32(0.0), jnp.float32(1.0), hyper, jnp.int32(1))
+    np.testing.assert_allclose(1 - left, 2 / 11, rtol=1e-6)
+    left = averaged(left, jnp.float32(1.0), hyper, jnp.int32(2))
+    np.testing.assert_allclose(1 - left, 2 / 11 * 3 / 12, rtol=1e-6)
+
+
+def test_h9_the_average_follows_is_kept_and_leaves_the_parameters_alone(tmp_path: Path) -> None:
+    old = averaged(jnp.float32(0.0), jnp.float32(1.0), Hyper(ema_decay=0.9999), jnp.int32(1000))
+    np.testing.assert_allclose(1 - old, 1001 / 1010, rtol=1e-6)
+    old = averaged(jnp.float32(0.0), jnp.float32(1.0), Hyper(ema_decay=0.9), jnp.int32(1000))
+    np.testing.assert_allclose(1 - old, 0.9, rtol=1e-6)
+    hyper = Hyper(ema_decay=0.9, learning_rate=0.1)
+    config = resolve(with_terms(Config(task="copy", d_model=8, num_heads=2, num_layers=1, seq_len=9), [hyper]))
+    task = make_task(config)
+    step = jit(lambda s: train_step(config, s, hyper, task.train_batch(task.data, batch_key(s.key, s.step)))[0])
+    without = jit(
+        lambda s: train_step(config.replace(terms=()), s, hyper, task.train_batch(task.data, batch_key(s.key, s.step)))[
+            0
+        ]
+    )
+    state = jit(lambda: init_state(config, hyper, run_key(0)))()
+    plain, wanted = dataclasses.replace(state, ema=None), np.asarray(state.params.embedding.embed_VD, np.float64)
+    for n in (1, 2, 3):
+        state, plain = step(state), without(plain)
+        decay = min(0.9, (1 + n) / (10 + n))
+        wanted = decay * wanted + (1 - decay) * np.asarray(state.params.embedding.embed_VD, np.float64)
+    np.testing.assert_allclose(state.params.embedding.embed_VD, plain.params.embedding.embed_VD, atol=2e-6)
+    assert state.weights is state.ema and plain.weights is plain.params
+    np.testing.assert_allclose(state.weights.embedding.embed_VD, wanted, atol=1e-6)
+    assert np.abs(wanted - np.asarray(state.params.embedding.embed_VD)).max() > 1e-3
+    with Saver(tmp_path) as saver:
+        saver.save(3, state, {})
+    restored = checkpoint.restore_latest(tmp_path, state).state
+    np.testing.assert_array_equal(restored.ema.embedding.embed_VD, state.ema.embedding.embed_VD)

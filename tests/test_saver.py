@@ -45,6 +45,14 @@ def test_the_best_stays_and_a_better_one_takes_its_place(tmp_path: Path) -> None
     assert left(tmp_path) == [8]
 
 
+def test_a_metric_that_is_to_be_high_is_named_with_a_minus(tmp_path: Path) -> None:
+    with Saver(tmp_path, keep=Keep(last=1, best="-bleu")) as saver:
+        for step, bleu in ((1, 10.0), (2, 31.5), (3, None), (4, 20.0)):
+            saver.save(step, {"x": np.zeros(2)}, {"metrics": {"bleu": bleu}})
+        assert saver.best == -31.5
+    assert checkpoint.steps(tmp_path) == [2, 4]
+
+
 def test_a_best_that_is_not_this_run_s_is_no_rival(tmp_path: Path) -> None:
     save(tmp_path, Keep(last=3), {500: 0.1})
     with Saver(tmp_path, keep=Keep(last=1, best="loss")) as saver:
