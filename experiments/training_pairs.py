@@ -30,7 +30,7 @@ BASE = Config(
     warmup_steps=1000,
     scan_unroll=0,
 )
-HYPER = Hyper(learning_rate=1e-3, dropout_rate=0.3, label_smoothing=0.1, b2=0.98, clip_norm=1.0)
+HYPER = Hyper(learning_rate=1e-3, dropout_rate=0.3, label_smoothing=0.1, b2=0.98, clip_norm=1.0, ema_decay=0.999)
 JUDGED = 1000  # pairs that are written at an evaluation
 
 
