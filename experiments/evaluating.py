@@ -12,7 +12,7 @@ from experiments.translating import Translator, translate
 from transformer_jax.cache import check_cacheable
 from transformer_jax.data import metrics
 from transformer_jax.data.metrics import Score
-from transformer_jax.errors import ConfigError
+from transformer_jax.errors import ConfigError, NotFiniteError
 
 BINS = 8
 Pairs = Sequence[tuple[str, Sequence[str]]]  # a source, and every answer that is right
@@ -90,7 +90,7 @@ def judge(translator: Translator, pairs: Pairs) -> Callable[[Any], dict[str, flo
     def score(params: Any) -> dict[str, float | None]:
         try:
             made = translate(dataclasses.replace(translator, models=(params,)), sources)
-        except ConfigError:  # nothing finite to choose from
+        except NotFiniteError:  # nothing finite to choose from
             return dict.fromkeys(metrics.for_target(translator.tokenizers.target.kind))
         return {name: found.value for name, found in scores_of(translator, made.best(), references).items()}
 

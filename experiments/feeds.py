@@ -76,7 +76,8 @@ class OnDevice:
 class FromHost:
     """Batches of a few shapes from an iterator with get_state and set_state; one program a shape.
 
-    cursor: where to go on from; None: at the beginning. Each process's iterator has its own rows.
+    cursor: where to go on from; None: at the beginning. parts: in how many parts, as sharding.row_share says,
+    the processes read a batch.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class FromHost:
         cursor: Any,
         places: TrainState | None,
         mesh: sharding.Mesh | None,
+        parts: int = 1,
     ):
         constrain = sharding.constrain(mesh)
 
@@ -96,7 +98,7 @@ class FromHost:
 
         record = None if mesh is None else sharding.replicated(mesh)
         self._advance = jax.jit(advance, donate_argnums=0, out_shardings=(places, record))
-        self._hyper, self._mesh, self._batches = hyper, mesh, batches
+        self._hyper, self._mesh, self._parts, self._batches = hyper, mesh, parts, batches
         if cursor is not None:
             batches.set_state(cursor)
 
@@ -104,12 +106,12 @@ class FromHost:
         rows: list[dict[str, jax.Array]] = []
         for _ in range(int(state.step), stop):
             batch = next(self._batches)
-            batch = batch if self._mesh is None else sharding.place_rows(batch, self._mesh)
-            state, metrics = self._advance(state, self._hyper, batch)
-            # One update is under way while the next batch is read, never two: programs with
-            # collectives, queued one behind the other, can deadlock on the CPU devices of jax 0.10.
+            batch = batch if self._mesh is None else sharding.place_rows(batch, self._mesh, self._parts)
+            # An update is under way while the next batch is read, and none is queued behind it: programs
+            # with collectives can deadlock there on the CPU devices of jax 0.10.
             if rows:
                 jax.block_until_ready(rows[-1])
+            state, metrics = self._advance(state, self._hyper, batch)
             rows.append(metrics)
         return state, {name: np.asarray([row[name] for row in jax.device_get(rows)]) for name in LOGGED}
 

@@ -26,7 +26,7 @@ from transformer_jax import checkpoint, sharding
 from transformer_jax.config import Config, Hyper, to_dict
 from transformer_jax.data import Task
 from transformer_jax.losses import Sums
-from transformer_jax.saver import Keep, Saver
+from transformer_jax.saver import UNMEASURED, Keep, Saver, Value
 from transformer_jax.train import TrainState, evaluate, init_state
 
 CHUNK_SECONDS = 1.0  # about how long one call to the device is
@@ -46,6 +46,12 @@ class Judge:
     metric: str = restoring.METRIC
     score: Callable[[Any], dict[str, float | None]] | None = None
     patience: int = 0
+
+    def shown(self, last: Value, best: Value) -> dict[str, Any]:
+        """For the bar: the metric at the last evaluation and at the best one; the loss stands there anyway."""
+        name = self.metric.removeprefix("-")
+        values = {name: last, "best": best} if self.metric != restoring.METRIC else {}
+        return {name: abs(value[0]) for name, value in values.items() if value < UNMEASURED}
 
 
 PLAIN = Judge()
@@ -154,8 +160,10 @@ def train(
         if int(state.step):
             bar.say(f"resumed at step {int(state.step)}")
         evaluation, judged = measure(config, task, "selection", mesh), Keep(best=judge.metric)
-        best, stale = begun.meta.get("best"), begun.meta.get("stale", 0)
-        shown: dict[str, Any] = {}
+        metric, loss = begun.meta.get("best") or UNMEASURED
+        best: Value = (metric, loss)
+        stale: int = begun.meta.get("stale", 0)
+        shown = judge.shown(judged.value(begun.meta), best)
         with Saver(saves, keep=keep, resumed=int(state.step) or None) as saver:
             chunk, last_save = 1, time.monotonic()
             while (start := int(state.step)) < config.steps:
@@ -181,10 +189,8 @@ def train(
                         measured |= judge.score(state.weights)
                     log.rows([{"step": done, "split": "selection", **measured}])
                     value = judged.value({"metrics": measured})
-                    best, stale = (value, 0) if best is None or value < best else (best, stale + 1)
-                    best = best if best is not None and math.isfinite(best) else None
-                    if best is not None and judge.metric != restoring.METRIC:
-                        shown = {f"best {judge.metric.removeprefix('-')}": abs(best)}
+                    best, stale = (value, 0) if value < best else (best, stale + 1)
+                    shown = judge.shown(value, best)
                     bar.say(f"step {done}  {in_words(measured)}")
                     for line in samples(config, state.weights, numbers, task):
                         bar.say(line)
@@ -194,7 +200,8 @@ def train(
                 chunk, late = said[0][0], said[0][1]
                 stop.told(max(row[2] for row in said))
                 reason = stop.reason
-                meta = describes | {"step": done, "metrics": measured, "best": best, "stale": stale}
+                meta = describes | {"step": done, "metrics": measured, "stale": stale}
+                meta["best"] = best if best < UNMEASURED else None
                 due = (checkpoint_every and done % checkpoint_every == 0) or keep.value(meta) < saver.best
                 ended = bool(judge.patience) and stale >= judge.patience
                 if reason or due or done == config.steps or late or ended:

@@ -1,7 +1,6 @@
 """What the flags of a trained model mean: --restore=FOLDER, --restore_step, and fields that are changed."""
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from transformer_jax import checkpoint
 from transformer_jax.config import Config, Hyper, from_dict, with_terms
 from transformer_jax.data import Tokenizers
 from transformer_jax.errors import CheckpointError, ConfigError
-from transformer_jax.saver import Keep
+from transformer_jax.saver import UNMEASURED, Keep, Value
 
 METRIC = "loss"  # what "best" is the lowest of, on the selection split, where a run names nothing else
 
@@ -70,7 +69,7 @@ def best_step(folder: Path) -> int:
     measured = _measured(folder)
     if not measured:
         raise CheckpointError(
-            f"--restore_step=best: no checkpoint in {folder} was measured (it has {checkpoint.steps(folder)})"
+            f"--restore_step=best: no checkpoint in {folder} was measured (steps {checkpoint.steps(folder)})"
         )
     return min(measured, key=lambda step: measured[step])
 
@@ -80,7 +79,7 @@ def was_measured(folder: Path) -> bool:
     return bool(_measured(folder))
 
 
-def _measured(folder: Path) -> dict[int, float]:
+def _measured(folder: Path) -> dict[int, Value]:
     values = {}
     for step in checkpoint.steps(folder):
         try:
@@ -88,7 +87,7 @@ def _measured(folder: Path) -> dict[int, float]:
             values[step] = Keep(best=meta.get("judged_by", METRIC)).value(meta)
         except CheckpointError:
             continue
-    return {step: value for step, value in values.items() if value < math.inf}
+    return {step: value for step, value in values.items() if value < UNMEASURED}
 
 
 def chosen_step(folder: Path, which: str) -> int:

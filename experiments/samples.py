@@ -16,7 +16,7 @@ from transformer_jax.config import Config, Hyper
 from transformer_jax.data import Task, prompt_and_reference
 from transformer_jax.data.pairs_task import PAIR_TASKS
 from transformer_jax.encoder_decoder import forward, logits_of
-from transformer_jax.errors import ConfigError
+from transformer_jax.errors import ConfigError, NotFiniteError
 
 SHOWN = 3
 WRITTEN = 40  # ids that a text sample continues
@@ -128,7 +128,7 @@ def _translations(config: Config, params: Any, hyper: Hyper, task: Task) -> list
     translator = Translator((params,), config, hyper, task.text.tokenizers)
     try:
         outputs = translate(translator, [source for source, _ in pairs]).best()
-    except ConfigError:  # nothing finite to choose from
+    except NotFiniteError:  # nothing finite to choose from
         outputs = [DIVERGED] * len(pairs)
     return [
         line

@@ -4,17 +4,21 @@
     python launch.py --experiment=train --task=reverse --architecture=encoder_decoder --workdir=runs/reverse
     python launch.py --experiment=train --mesh=data:4,fsdp:2 --coordinator=host0:1234 --num_processes=2 --process_id=0
     python launch.py --experiment=train --text=mine.txt --restore=runs/lm --parts=embedding --workdir=runs/mine
+    python launch.py --experiment=train --task=pairs --pairs=train.tsv --dev=dev.tsv --patience=5 --workdir=runs/g2p
+    python launch.py --experiment=train --task=pairs --pairs=a.en,a.de --dev=b.en,b.de --tokenizer=bpe --strict
     python launch.py --experiment=train --mesh=data:2,fsdp:4 --preset=mini_llama_40m --workdir=runs/llama
 
 The same command again resumes, on the same mesh or another; --minutes stops cleanly in time.
 --restore starts a new run from the parameters of another (--parts: only those named; what was
 taken and what was not is printed). Evaluations show loss, accuracy and three samples written by
-the model. Expected: 60 steps of the default (--steps=60)
+the model. A model of pairs is judged by what it writes for dev; its best checkpoint is kept and reported, and
+with --patience training ends when nothing gets better. Expected: 60 steps of the default (--steps=60)
 end at 3.16 bits per byte on the reported split of Python 3.11's own text.
 """
 
+import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +33,7 @@ from transformer_jax import checkpoint, sharding
 from transformer_jax.config import Config, Hyper, to_dict, with_terms
 from transformer_jax.data import Task, make_task, resolve
 from transformer_jax.data.pairs_task import PAIR_TASKS
-from transformer_jax.errors import ConfigError
+from transformer_jax.errors import CheckpointError, ConfigError
 from transformer_jax.saver import Keep
 from transformer_jax.train import TrainState
 
@@ -50,21 +54,35 @@ BASE = Config(
     scan_unroll=0,
 )
 HYPER = Hyper(learning_rate=2e-3, clip_norm=1.0)
+# A small corpus's model: what held on the development parts of several (see BUILD_NOTES.md).
+PAIRS_BASE = Config(
+    architecture="encoder_decoder",
+    d_model=128,
+    num_layers=3,
+    num_heads=4,
+    ffn="relu",
+    positions="rope",
+    batch_size=64,
+    steps=10_000,
+    optimizer="adam",
+    schedule="inverse_sqrt",
+    warmup_steps=1000,
+    scan_unroll=0,
+)
+PAIRS_HYPER = Hyper(learning_rate=1e-3, dropout_rate=0.3, label_smoothing=0.1, b2=0.98, clip_norm=1.0, ema_decay=0.999)
 
 
 def configuration(settings: Settings, mesh: sharding.Mesh | None = None) -> tuple[Config, Hyper, Task]:
     """What the flags ask for, with its vocabulary and terms; the data is read here."""
-    base, hyper = BASE, HYPER
+    base, hyper, part = BASE, HYPER, 10
     if settings.overrides.get("task") in PAIR_TASKS:
-        from experiments import training_pairs
-
-        base, hyper = training_pairs.BASE.replace(task=settings.overrides["task"]), training_pairs.HYPER
+        base, hyper, part = PAIRS_BASE.replace(task=settings.overrides["task"]), PAIRS_HYPER, 2
     steps = settings.overrides.get("steps", base.steps)
-    # A short run warms up for a tenth of it.
-    base = base.replace(steps=steps, warmup_steps=min(base.warmup_steps, steps // 10))
+    # A short run warms up for a part of it.
+    base = base.replace(steps=steps, warmup_steps=min(base.warmup_steps, steps // part))
     config, hyper = settings.configure(base, hyper)
-    config = resolve(with_terms(config, [hyper]))
-    task = make_task(config, strict=settings.strict) if settings.strict else make_task(config)
+    config = resolve(with_terms(config, [hyper]), settings.strict)
+    task = make_task(config, strict=settings.strict)
     check(config, hyper, task, sharding.constrain(mesh))
     return config, hyper, task
 
@@ -82,38 +100,58 @@ def came_from(settings: Settings) -> dict[str, Any]:
     return {"from": taken} if settings.restore else {}
 
 
-def warmth(settings: Settings, like: TrainState) -> Callable[[TrainState], tuple[TrainState, list[str]]] | None:
+def warmth(
+    settings: Settings, like: TrainState, task: Task
+) -> Callable[[TrainState], tuple[TrainState, list[str]]] | None:
     """What --restore and --parts ask for: fresh state -> the state with those parameters, and the difference.
 
-    like: the shapes of the state; what does not fit is refused here, before a file is made.
+    like: the shapes of the state; what does not fit is refused here, before a file is made. The weights that
+    the source is used with are taken: of its best step where it is judged by what it writes, averaged where it
+    keeps an average. Raises CheckpointError where they stand for ids of other tokenizers.
     """
     if not settings.restore:
         if settings.parts or settings.restore_step:
             raise ConfigError("--parts and --restore_step say what to take from --restore=WORKDIR: give it too")
         return None
-    names = [f"params/{part.strip()}" for part in settings.parts.split(",")] if settings.parts else ["params"]
+    parts = [part.strip() for part in settings.parts.split(",")] if settings.parts else [""]
     folder = restoring.folder_of_train(settings.restore)
-    step, passed = restoring.sound_step(folder, settings.restore_step)
-    checkpoint.check_parts(folder, step, like, names)
+    step, passed = restoring.sound_step(folder, settings.restore_step or restoring.usual_step(folder))
+    meta = checkpoint.read_meta(folder, step)
+    ids = "" if task.text is None else task.text.tokenizers.sha256
+    if meta.get("tokenizers", "") != ids and any(part in ("", "embedding") for part in parts):
+        raise CheckpointError(
+            f"--restore={settings.restore} was trained with other tokenizers: its embedding stands for other ids; "
+            "take the rest by --parts=encoder,decoder"
+        )
+    averaged = meta.get("hyper", {}).get("ema_decay", 0.0) > 0
+    tree = "ema" if averaged else "params"
+    names = [f"{tree}/{part}".rstrip("/") for part in parts]
+
+    def holder(state: TrainState) -> TrainState:
+        return dataclasses.replace(state, ema=state.params) if averaged else state
+
+    checkpoint.check_parts(folder, step, holder(like), names)
 
     def warm(state: TrainState) -> tuple[TrainState, list[str]]:
-        restored = checkpoint.restore_parts(folder, step, state, names)
-        return restored.state, passed + [note for note in restored.notes if " params/" in note]
+        restored = checkpoint.restore_parts(folder, step, holder(state), names)
+        notes = passed + [note for note in restored.notes if f" {tree}/" in note]
+        return dataclasses.replace(state, params=restored.state.weights if averaged else restored.state.params), notes
 
     return warm
 
 
 def run(settings: Settings) -> int:
     """Train; exit code 0, or that of the signal that stopped it."""
-    from experiments import loop
+    from experiments import loop, plans
     from transformer_jax.optim import NEEDS_STEPS
 
     mesh = sharding.from_text(settings.mesh)
     config, hyper, task = configuration(settings, mesh)
+    plan = plans.plan_of(config, hyper, task, settings, mesh)
     saves = Path(settings.workdir or "runs/train") / "checkpoints"
     begun = saves.is_dir() and bool(checkpoint.steps(saves)) and not settings.overwrite
     # What has begun goes on from its own checkpoints: the source may be gone.
-    warm = None if begun else warmth(settings, loop.abstract_state(config, hyper))
+    warm = None if begun else warmth(settings, loop.abstract_state(config, hyper), task)
     fixed = f"the schedule {config.schedule} depends on it" if config.schedule in NEEDS_STEPS else ""
     workdir = open_workdir(
         settings.workdir or "runs/train",
@@ -123,27 +161,16 @@ def run(settings: Settings) -> int:
         grows={"steps": (config.steps, fixed)},
     )
     done = workdir.finished()
-    if done and done["steps"] == config.steps:
+    if done and ended(done, config.steps, settings.patience):
         print(summary(done, str(workdir.path)))
         return 0
-    more: dict[str, Any] = {}
-    notes: list[str] = []
+    about = {}
     if task.text is not None:
         workdir.write(TOKENIZERS, task.text.tokenizers.to_dict())
-        more["about"] = {"tokenizers": task.text.tokenizers.sha256}
-    if config.task not in PAIR_TASKS:
-        judge, scores = loop.Judge(patience=settings.patience), lambda params: {}
-    else:
-        from experiments import training_pairs
-
-        judge = training_pairs.judge_of(config, hyper, task, settings.patience)
-        scores = training_pairs.score_of(config, hyper, task, "report")
-        more["feed_of"], notes = training_pairs.feed_of(config, task, settings.seed, mesh)
-        task = training_pairs.on_device(task)
-    if task.text is not None and processes.first():
-        print("\n".join([*task.text.notes, *notes]), file=sys.stderr)
-    best = settings.keep_best or settings.patience or config.task in PAIR_TASKS
-    task = loop.place_task(task, mesh)
+        about = {"tokenizers": task.text.tokenizers.sha256}
+        if processes.first():
+            print("\n".join([*task.text.notes, *plan.notes]), file=sys.stderr)
+    task = loop.place_task(task if plan.feed_of is None else plans.measured_alone(task), mesh)
     with Stopper(settings.minutes) as stop:
         state, finished = loop.train(
             config,
@@ -154,17 +181,18 @@ def run(settings: Settings) -> int:
             stop=stop,
             checkpoint_every=settings.checkpoint_every,
             eval_every=settings.eval_every,
-            keep=Keep(settings.keep, settings.keep_every, judge.metric if best else ""),
-            judge=judge,
+            keep=Keep(settings.keep, settings.keep_every, plan.judge.metric if plan.keeps_best else ""),
+            judge=plan.judge,
+            feed_of=plan.feed_of,
+            about=about,
             warm=warm,
             profile=settings.profile,
             mesh=mesh,
-            **more,
         )
         if not finished:
             return stop.exit_code
     numbers, reached = loop.device_hyper(hyper, mesh), int(state.step)
-    if best and restoring.was_measured(saves):
+    if plan.keeps_best and restoring.was_measured(saves):
         state = restoring.restore_state(saves, loop.abstract_state(config, hyper, mesh), "best").state
     sums = loop.measure(config, task, "report", mesh)(state.weights, numbers, task.data)
     found = {
@@ -172,10 +200,11 @@ def run(settings: Settings) -> int:
         "steps": config.steps,
         "reached": reached,
         "measured_at": int(state.step),
+        "patience": settings.patience,
         "parameters": sum(x.size for x in jax.tree.leaves(state.params)),
         "task": config.task,
         "floor": task.floor,
-        "report": loop.describe(sums, task) | scores(state.weights),
+        "report": loop.describe(sums, task) | plan.scores(state.weights),
         "samples": loop.samples(config, state.weights, numbers, task),
     }
     workdir.write("results.json", found)
@@ -183,12 +212,23 @@ def run(settings: Settings) -> int:
     return 0
 
 
-def summary(found: dict[str, Any], folder: str) -> str:
+def ended(found: Mapping[str, Any], steps: int, patience: int) -> bool:
+    """Whether results.json is of all that is asked for: all steps, or as many as that patience allows."""
+    if found["steps"] != steps:
+        return False
+    return found["reached"] == steps or 0 < patience <= found["patience"]
+
+
+def summary(found: Mapping[str, Any], folder: str) -> str:
     """A finished run in a few lines."""
     from experiments.loop import in_words
 
-    numbers = in_words(found["report"])
-    title = f"{found['task']}, {found['parameters']:,} parameters, {found['steps']} steps: {numbers}"
+    steps = f"{found['steps']} steps"
+    if found["reached"] < found["steps"]:
+        steps = f"ended after {found['reached']} of {steps}"
+    if found["measured_at"] < found["reached"]:
+        steps += f", best at {found['measured_at']}"
+    title = f"{found['task']}, {found['parameters']:,} parameters, {steps}: {in_words(found['report'])}"
     return "\n".join(
         [title, *found["samples"], f"    {folder}: config.json, metrics.jsonl, checkpoints/, results.json"]
     )

@@ -166,8 +166,10 @@ def test_a_file_of_other_pairs(done: Done, tmp_path: Path, capsys: Any) -> None:
     assert launch.main([*command, f"--workdir={tmp_path / 'w'}"]) == 0
     out = capsys.readouterr().out
     results = json.loads((tmp_path / "w" / "results.json").read_text(encoding="utf-8"))
-    assert list(results["splits"]) == ["other.tsv"] and results["splits"]["other.tsv"]["items"] == 2
-    assert "1 of 3 pairs do not fit seq_len=12 and are skipped" in out
+    assert list(results["splits"]) == ["other.tsv"] and results["splits"]["other.tsv"]["items"] == 3
+    outputs = (tmp_path / "w" / "outputs.tsv").read_text(encoding="utf-8").splitlines()
+    assert next(line for line in outputs if "abcabcabcabc" in line).endswith("\t0")
+    assert "1 of 3 pairs do not fit seq_len=12 and are in no batch" in out
     assert "1 symbols of the source are not in its chars vocabulary" in out
     assert "1 blank line, 1 one-sided line (first: line 5)" in out
     assert launch.main([*command, f"--workdir={tmp_path / 'w'}", "--strict"]) == 2

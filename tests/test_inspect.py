@@ -143,7 +143,7 @@ def test_all_parameters_are_taken_and_the_steps_begin_anew(trained: Path, tmp_pa
         (["--parts=embeding"], "did you mean params/embedding"),
         (["--d_model=16"], "embed_VD: shape [32, 16] wanted, [32, 8] saved"),
         (["--restore_step=11"], "no checkpoint of step 11"),
-        (["--restore_step=newest"], "--restore_step=newest"),
+        (["--restore_step=latest"], "--restore_step=latest"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_line(

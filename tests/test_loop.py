@@ -7,11 +7,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import launch
+from experiments import loop, restoring
+from experiments.interrupt import Stopper
 from transformer_jax import checkpoint
+from transformer_jax.config import Config, Hyper
+from transformer_jax.data import make_task, resolve
+from transformer_jax.saver import Keep
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = [
@@ -122,3 +128,39 @@ def test_the_budget_stops_cleanly(tmp_path: Path, capfd: object) -> None:
     assert not (tmp_path / "w" / "results.json").exists()
     assert launch.main(command) == 0
     assert (tmp_path / "w" / "results.json").exists()
+
+
+SCORES = [(10, 90.0), (20, 70.0), (30, 70.0), (40, 80.0), (50, 75.0), (60, None), (70, 60.0), (80, 65.0)]
+
+
+def judged_by(metric: str, patience: int = 0) -> tuple[loop.Judge, list[int]]:
+    """A judge that says what SCORES says, in order; and the calls so far."""
+    calls: list[int] = []
+
+    def score(params: Any) -> dict[str, float | None]:
+        calls.append(len(calls))
+        value = SCORES[len(calls) - 1][1]
+        return {"rate": value, "gain": None if value is None else 100.0 - value}
+
+    return loop.Judge(metric, score, patience), calls
+
+
+@pytest.mark.parametrize("metric", ["rate", "-gain"])
+@pytest.mark.parametrize(("patience", "last", "best"), [(0, 80, 70), (2, 50, 30), (3, 60, 30)])
+def test_a_judge_says_which_is_best_and_when_to_end(
+    metric: str, patience: int, last: int, best: int, tmp_path: Path
+) -> None:
+    """At 20 and 30 the metric is the same and the loss lower: better. What is not finite is no better than anything."""
+    hyper = Hyper(learning_rate=1e-2)
+    config = resolve(Config(task="copy", d_model=8, num_heads=2, num_layers=1, seq_len=9, batch_size=4, steps=80))
+    judge, calls = judged_by(metric, patience)
+    with Stopper(0) as stop:
+        state, finished = loop.train(
+            config, hyper, 0, make_task(config), tmp_path, stop=stop, eval_every=10, judge=judge,
+            keep=Keep(last=1, best=judge.metric),
+        )  # fmt: skip
+    assert finished and int(state.step) == last and len(calls) == last // 10
+    losses = [row["loss"] for row in rows(tmp_path) if "split" in row]
+    assert losses[1] > losses[2], "the tie is not what this test wants"
+    assert restoring.best_step(tmp_path / "checkpoints") == best
+    assert checkpoint.steps(tmp_path / "checkpoints") == sorted({best, last})

@@ -49,7 +49,7 @@ def test_a_metric_that_is_to_be_high_is_named_with_a_minus(tmp_path: Path) -> No
     with Saver(tmp_path, keep=Keep(last=1, best="-bleu")) as saver:
         for step, bleu in ((1, 10.0), (2, 31.5), (3, None), (4, 20.0)):
             saver.save(step, {"x": np.zeros(2)}, {"metrics": {"bleu": bleu}})
-        assert saver.best == -31.5
+        assert saver.best[0] == -31.5
     assert checkpoint.steps(tmp_path) == [2, 4]
 
 

@@ -120,3 +120,31 @@ def test_a_strict_run_refuses_what_another_counts(tmp_path: Path, capfd: Any) ->
     assert "31" in capfd.readouterr().err and not (tmp_path / "s").exists()
     assert launch.main([*command, f"--workdir={tmp_path / 'w'}"]) == 0
     assert "skipped 1" in capfd.readouterr().err
+
+
+def test_a_new_run_starts_from_the_weights_that_the_other_is_used_with(
+    trained: Path, files: list[str], tmp_path: Path, capfd: Any
+) -> None:
+    """Its averaged parameters at its best step: with a rate of 0 the new run writes what `translate` would."""
+    best = json.loads((trained / "results.json").read_text())
+    command = ["launch.py", *TINY, *files, "--steps=1", "--learning_rate=0", f"--restore={trained}"]
+    assert launch.main([*command, f"--workdir={tmp_path / 'w'}"]) == 0
+    assert f"step {best['measured_at']}" in capfd.readouterr().err
+    found = json.loads((tmp_path / "w" / "results.json").read_text())["report"]
+    assert found["loss"] == pytest.approx(best["report"]["loss"], abs=1e-5)
+
+
+def test_other_tokenizers_are_refused_where_their_ids_would_be_taken(trained: Path, tmp_path: Path, capfd: Any) -> None:
+    path = tmp_path / "other.tsv"
+    path.write_text("".join(f"{word}x\t{phones(word)}\n" for word in words(30, 1)), encoding="utf-8")
+    command = [
+        "launch.py",
+        *TINY,
+        f"--pairs={path}",
+        "--steps=1",
+        f"--restore={trained}",
+        f"--workdir={tmp_path / 'w'}",
+    ]
+    assert launch.main(command) == 2
+    assert "other tokenizers" in capfd.readouterr().err and not (tmp_path / "w").exists()
+    assert launch.main([*command, "--parts=encoder,decoder"]) == 0

@@ -40,7 +40,7 @@ from transformer_jax.cache import Cache, extend
 from transformer_jax.config import Config, Hyper
 from transformer_jax.decode import Given, Room, Rows, check_request, id_mask, laid_out, on_device, read
 from transformer_jax.encoder_decoder import Transformer, logits_of
-from transformer_jax.errors import ConfigError, unknown
+from transformer_jax.errors import ConfigError, NotFiniteError, unknown
 from transformer_jax.samplers import Sampler
 
 PENALTIES = {"gnmt": 5.0, "power": 0.0}  # what is added to the length
@@ -308,7 +308,7 @@ def beam_search(
     )
     found, nan_B = _search(members, config, on_device(hyper), asked, room, beam, n_best)
     if np.any(nan_B):
-        raise ConfigError(f"the model's logits are not finite in row {int(np.argmax(nan_B))}: nothing to rank")
+        raise NotFiniteError(f"the model's logits are not finite in row {int(np.argmax(nan_B))}: nothing to rank")
     return replace(found, ids_BWT=found.ids_BWT[:, :, :max_new_tokens])
 
 

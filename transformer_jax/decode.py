@@ -32,7 +32,7 @@ from transformer_jax.cache import (
 from transformer_jax.config import Config, Hyper
 from transformer_jax.data import check_ids
 from transformer_jax.encoder_decoder import Transformer, logits_of
-from transformer_jax.errors import ConfigError
+from transformer_jax.errors import ConfigError, NotFiniteError
 from transformer_jax.samplers import Sampler, adjusted, check_sampler, draw, log_probability
 
 LEAST_BUCKET = 16
@@ -279,7 +279,9 @@ def _check_finite(logp_BT: jax.Array, step: int = 0) -> None:
     found = np.argwhere(np.isnan(np.asarray(logp_BT)).T)
     if len(found):
         at, row = found[0]
-        raise ConfigError(f"the model's logits are not finite at new token {step + at} of row {row}: nothing to draw")
+        raise NotFiniteError(
+            f"the model's logits are not finite at new token {step + at} of row {row}: nothing to draw"
+        )
 
 
 def on_device(hyper: Hyper) -> Hyper:

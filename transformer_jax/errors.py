@@ -16,6 +16,10 @@ class ConfigError(UserError):
     """A setting that is out of range, unknown, or at odds with another."""
 
 
+class NotFiniteError(ConfigError):
+    """A model whose logits are not finite: nothing to draw from, nothing to rank."""
+
+
 class DataError(UserError):
     """A text or task that cannot give the batches that were asked for."""
 

@@ -23,13 +23,17 @@ from jax.experimental import multihost_utils
 from transformer_jax import checkpoint
 from transformer_jax.errors import CheckpointError
 
+Value = tuple[float, float]  # what checkpoints are compared by
+UNMEASURED: Value = (math.inf, math.inf)
+
 
 @dataclasses.dataclass(frozen=True)
 class Keep:
     """Which checkpoints of a run stay: the union of three rules; the rest is deleted as new ones come.
 
     last: the newest so many, at least 1. every: each step that it divides; 0: no such rule.
-    best: the one with the lowest meta["metrics"][best], the first of equals; "-NAME": the highest; "": no such rule.
+    best: the one with the lowest meta["metrics"][best], of equals the one with the lowest loss, then the first;
+    "-NAME": with the highest; "": no such rule.
     Raises CheckpointError for last < 1 or every < 0.
     """
 
@@ -43,16 +47,21 @@ class Keep:
         if self.every < 0:
             raise CheckpointError(f"keep_every={self.every}: at least 0")
 
-    def value(self, meta: Mapping[str, Any]) -> float:
-        """What `best` keeps the lowest of, minus a metric that is to be high; infinity where it is no finite number."""
-        found = (meta.get("metrics") or {}).get(self.best.removeprefix("-"))
-        if not isinstance(found, int | float) or not math.isfinite(found):
-            return math.inf
-        return -float(found) if self.best.startswith("-") else float(found)
+    def value(self, meta: Mapping[str, Any]) -> Value:
+        """What `best` keeps the lowest of: (the metric, minus a high one; the loss). UNMEASURED where it is not finite.
 
-    def kept(self, written: Sequence[int], values: Mapping[int, float]) -> set[int]:
+        The loss tells apart what a metric of whole outputs does not, as all of the first evaluations of a run.
+        """
+        metrics = meta.get("metrics") or {}
+        found, loss = metrics.get(self.best.removeprefix("-")), metrics.get("loss")
+        if not isinstance(found, int | float) or not math.isfinite(found):
+            return UNMEASURED
+        metric = -float(found) if self.best.startswith("-") else float(found)
+        return metric, float(loss) if isinstance(loss, int | float) and math.isfinite(loss) else math.inf
+
+    def kept(self, written: Sequence[int], values: Mapping[int, Value]) -> set[int]:
         """Of the steps `written`, oldest first, with their `value`: those that stay."""
-        measured = [step for step in written if values.get(step, math.inf) < math.inf]
+        measured = [step for step in written if values.get(step, UNMEASURED) < UNMEASURED]
         best = {min(measured, key=lambda step: values[step])} if self.best and measured else set()
         return set(written[-self.last :]) | {s for s in written if self.every and s % self.every == 0} | best
 
@@ -84,16 +93,16 @@ class Saver(contextlib.AbstractContextManager):
         self._pending: tuple[int, Future[None]] | None = None
         atexit.register(self._end)  # too late to finish a save, but in time to say that it was lost
 
-    def _saved_value(self, step: int) -> float:
+    def _saved_value(self, step: int) -> Value:
         try:
             return self.keep.value(checkpoint.read_meta(self.folder, step))
         except CheckpointError:  # damaged: it stays as long as others do, and is nobody's best
-            return math.inf
+            return UNMEASURED
 
     @property
-    def best(self) -> float:
-        """The lowest metric among this run's checkpoints that are kept or being saved; infinity where there is none."""
-        return min((self._values.get(step, math.inf) for step in [*self._mine, *self._values]), default=math.inf)
+    def best(self) -> Value:
+        """The lowest value of this run's checkpoints that are kept or being saved; UNMEASURED where there is none."""
+        return min((self._values.get(step, UNMEASURED) for step in [*self._mine, *self._values]), default=UNMEASURED)
 
     def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> None:
         """Copy `state` to the host and return; hashing and writing go on behind. `state` may then be donated.

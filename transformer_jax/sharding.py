@@ -17,6 +17,7 @@ a dimension it is not used for it, and `dropped` says so.
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -233,13 +234,35 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def place_rows(batch: Any, mesh: Mesh) -> Any:
-    """A batch laid over data, fsdp and seq from the rows that this process has; all rows, where there is one process.
+def row_share(mesh: Mesh, rows: int) -> tuple[int, int]:
+    """(which part, of how many equal ones) of a batch's rows the devices of this process hold.
 
-    batch: NumPy arrays, named by their letters. Several processes give their own rows, as many each.
+    Processes whose devices hold the same rows, as where the mesh splits the model alone, have one part.
+    Raises ConfigError where this process's rows are no such part.
     """
-    over = shardings(batch, mesh, ACTIVATIONS)
-    return jax.tree.map(lambda sharding, x: jax.make_array_from_process_local_data(sharding, x), over, batch)
+    over = NamedSharding(mesh, spec_of((rows,), "B", dict(mesh.shape), ACTIVATIONS)[0])
+    places = over.addressable_devices_indices_map((rows,)).values()
+    held = sorted({part[0].indices(rows)[:2] for part in places if part is not None})
+    first, last = held[0][0], held[-1][1]
+    together = all(a[1] == b[0] for a, b in itertools.pairwise(held))
+    if not together or rows % (last - first) or first % (last - first):
+        raise ConfigError(
+            f"process {jax.process_index()} of {jax.process_count()} holds rows {held} of a batch of {rows}: "
+            "give a mesh whose data and fsdp axes go from process to process"
+        )
+    return first // (last - first), rows // (last - first)
+
+
+def place_rows(batch: Any, mesh: Mesh, parts: int = 1) -> Any:
+    """A batch laid over data, fsdp and seq from the rows that this process has: one of `parts`, see `row_share`.
+
+    batch: NumPy arrays, named by their letters.
+    """
+    whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] * parts, *x.shape[1:]), x.dtype), batch)
+    return jax.tree.map(
+        lambda sharding, x, all_rows: jax.make_array_from_process_local_data(sharding, x, all_rows.shape),
+        shardings(whole, mesh, ACTIVATIONS), batch, whole,
+    )  # fmt: skip
 
 
 # --- runs of a sweep -------------------------------------------------------------

@@ -72,16 +72,16 @@ _MAKERS = {
 }
 
 
-def resolve(config: Config) -> Config:
+def resolve(config: Config, strict: bool = False) -> Config:
     """`config` with vocab_size filled from the task where it is 0; touches no device.
 
     Pairs: source_vocab_size too. Where there are tokenizers, the files are read and they are fitted, once
-    for all calls as long as the files stay what they are. Other tasks read nothing.
+    for all calls as long as the files stay what they are; strict as in `make_task`. Other tasks read nothing.
     """
     if config.vocab_size:
         return config
     if config.task in PAIR_TASKS:
-        return config.replace(**pair_sizes(config))
+        return config.replace(**pair_sizes(config, strict))
     made = text_tokenizers(config) if config.task == "text" else None
     return config.replace(vocab_size=made.vocab_size if made else OWN_VOCABULARY[config.task])
 
@@ -96,7 +96,7 @@ def make_task(config: Config, tokenizers: Tokenizers | None = None, strict: bool
     """
     if tokenizers is not None and not config.vocab_size:
         config = config.replace(vocab_size=tokenizers.vocab_size, source_vocab_size=tokenizers.source_vocab_size)
-    config = resolve(config)
+    config = resolve(config, strict)
     if config.task in PAIR_TASKS:
         return make_pairs_task(config, tokenizers, strict)
     if config.task == "text" and not strict:

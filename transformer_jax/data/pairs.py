@@ -128,14 +128,16 @@ def _columns(name: str, lines: list[list[str]]) -> Iterator["list[str] | str"]:
     if len(lines) == 2:
         return (list(row) for row in zip(*lines, strict=True))
     if name.lower().removesuffix(".gz").endswith(JSON_ENDINGS):
-        return (_json_pair(line) for line in lines[0])
+        languages: list[str] = []
+        return (_json_pair(line, languages) for line in lines[0])
     first = next((line for line in lines[0] if line.strip()), "")
     if first.startswith("IN: ") and " OUT: " in first and "\t" not in first:
         return (line.removeprefix("IN: ").split(" OUT: ") for line in lines[0])
     return (line.split("\t") for line in lines[0])
 
 
-def _json_pair(line: str) -> "list[str] | str":
+def _json_pair(line: str, languages: list[str]) -> "list[str] | str":
+    """The two sides of a line; of a "translation" in the order of the file's first, which `languages` remembers."""
     if not line.strip():
         return [""]
     try:
@@ -144,7 +146,9 @@ def _json_pair(line: str) -> "list[str] | str":
         return NO_PAIR
     row = row if isinstance(row, dict) else {}
     if isinstance(row.get("translation"), dict):
-        sides = list(row["translation"].values())
+        found = row["translation"]
+        languages[:] = languages or (found if len(found) == 2 else [])
+        sides = [found[name] for name in languages] if set(found) == set(languages) else []
     else:
         sides = next(([row.get(key) for key in keys] for keys in JSON_KEYS if set(keys) & set(row)), [])
     if len(sides) != 2 or not all(side is None or isinstance(side, str) for side in sides):

@@ -6,7 +6,7 @@
 The source ends with END, as in most translation toolkits: the encoder sees where it stops
 whatever the position scheme, and no source is empty. Training rows are as wide as their
 longest pair, those of both evaluation splits as the longest of either. Pairs that do not fit
-seq_len are skipped and counted, or refused where `strict`.
+seq_len are in no batch, counted, or refused where `strict`; what a model writes for them counts.
 """
 
 import dataclasses
@@ -40,8 +40,8 @@ OPTIONS = {"train": "--pairs", "selection": "--dev", "report": "--test"}
 class Sides:
     """What a task on pairs knows about its texts.
 
-    pairs: of each split (source, its references) in order, those that fit seq_len; rows: the same
-    encoded, a row a reference. notes: what was read, skipped, chosen, in lines for a person.
+    pairs: of each split (source, its references) in order; rows: those that fit seq_len, encoded, a row a
+    reference. notes: what was read, skipped, chosen, in lines for a person.
     """
 
     tokenizers: Tokenizers
@@ -187,7 +187,7 @@ def check_sizes(config: Config, tokenizers: Tokenizers) -> None:
 def encode_pairs(
     config: Config, tokenizers: Tokenizers, pairs: Pairs, many: bool = False, strict: bool = False
 ) -> tuple[list[tuple[str, list[str]]], Rows, list[str]]:
-    """(sources with their references, rows, notes) of one split: what fits seq_len, in order.
+    """(all sources with their references, rows of the pairs that fit seq_len, notes) of one split, in order.
 
     many: equal sources, which stand together, are one question with several answers. Raises
     DataError where nothing fits, or, where `strict`, if anything does not.
@@ -205,7 +205,7 @@ def encode_pairs(
         longest = f"{int(S.max())} and {int(T.max()) + 1}"
         if strict or long == len(pairs):
             raise DataError(f"{what}: the first is {pairs.sources[first][:40]!r}; the longest sides take {longest}")
-        notes.append(f"{what} and are skipped (the longest sides take {longest})")
+        notes.append(f"{what} and are in no batch (the longest sides take {longest})")
     kept = np.flatnonzero(fits)
     rows = Rows(
         Ragged.of([sources[i] for i in kept], tokenizers.source.size),
@@ -216,11 +216,11 @@ def encode_pairs(
         if kind != "bytes" and (unknown := int((ragged.values == UNKNOWN).sum())):
             notes.append(f"{pairs.name}: {unknown:,} symbols of the {side} are not in its {kind} vocabulary")
     texts: list[tuple[str, list[str]]] = []
-    for i in kept:
-        if many and texts and texts[-1][0] == pairs.sources[i]:
-            texts[-1][1].append(pairs.targets[i])
+    for source, target in zip(pairs.sources, pairs.targets, strict=True):
+        if many and texts and texts[-1][0] == source:
+            texts[-1][1].append(target)
         else:
-            texts.append((pairs.sources[i], [pairs.targets[i]]))
+            texts.append((source, [target]))
     return texts, rows, notes
 
 
