@@ -78,7 +78,7 @@ def test_a_run_is_judged_by_what_it_writes_and_its_best_is_used(trained: Path, c
     judged = [row for row in rows(trained) if "split" in row]
     assert [row["step"] for row in judged] == [3, 6, 9, 12]
     assert all({"word_error_rate", "phone_error_rate", "exact_match", "loss"} <= set(row) for row in judged)
-    best = min(judged, key=lambda row: row["word_error_rate"])["step"]
+    best = min(judged, key=lambda row: (row["word_error_rate"], row["loss"]))["step"]
     found = json.loads((trained / "results.json").read_text())
     assert found["measured_at"] == best and found["reached"] == 12
     assert best in checkpoint.steps(trained / "checkpoints")
