@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import launch
-from experiments import loop
+from experiments import feeds, loop
 from experiments import mesh as question
 from tests.quick import jit
 from transformer_jax import sharding
@@ -60,8 +60,8 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, int]:
     """A run on a mesh: its folder, and how often training and evaluation were traced."""
     folder = tmp_path_factory.mktemp("mesh") / "straight"
     with pytest.MonkeyPatch.context() as patch:
-        steps, evaluation = Counted(loop.take_steps), Counted(loop.evaluate)
-        patch.setattr(loop, "take_steps", steps)
+        steps, evaluation = Counted(feeds.take_steps), Counted(loop.evaluate)
+        patch.setattr(feeds, "take_steps", steps)
         patch.setattr(loop, "evaluate", evaluation)
         assert start(*TRAIN, MESH, f"--workdir={folder}") == 0
     return folder, steps.calls, evaluation.calls
@@ -115,7 +115,8 @@ def test_j2_the_last_batch_may_be_short(tmp_path: Path) -> None:
     config = resolve(Config(d_model=4, num_heads=1, num_layers=1, seq_len=T, batch_size=8, text=str(text)))
     task, mesh = make_task(config), sharding.make_mesh({"data": 4})
     assert task.eval_batches["selection"] == 3
-    state, notes = loop._start(config, Hyper(), 0, tmp_path / "none", mesh, None)
+    begun = loop._start(config, Hyper(), 0, tmp_path / "none", mesh, None)
+    state, notes = begun.state, begun.notes
     assert not notes
     sums = loop.measure(config, task, "selection", mesh)(state.params, Hyper(), task.data)
     assert float(sums.count) == 19 * T

@@ -13,7 +13,7 @@ from tests.test_checkpoint import LIKE, assert_same, biggest, flip, numbered
 from transformer_jax import checkpoint
 from transformer_jax.checkpoint import MismatchError, restore_parts
 from transformer_jax.errors import CheckpointError
-from transformer_jax.saver import Keep, Saver
+from transformer_jax.saver import UNMEASURED, Keep, Saver
 
 
 def left(folder: Path) -> list[int]:
@@ -39,9 +39,9 @@ def test_the_best_stays_and_a_better_one_takes_its_place(tmp_path: Path) -> None
     save(tmp_path, keep, {6: 1.6, 7: math.nan}, resumed=5)  # NaN is JSON to Python: it is nobody's best
     assert left(tmp_path) == [2, 7]
     with Saver(tmp_path, keep=keep, resumed=7) as saver:
-        assert saver.best == 1.5
+        assert saver.best[0] == 1.5
         saver.save(8, numbered(8), {"metrics": {"loss": 1.0}})
-        assert saver.best == 1.0
+        assert saver.best[0] == 1.0
     assert left(tmp_path) == [8]
 
 
@@ -56,7 +56,7 @@ def test_a_metric_that_is_to_be_high_is_named_with_a_minus(tmp_path: Path) -> No
 def test_a_best_that_is_not_this_run_s_is_no_rival(tmp_path: Path) -> None:
     save(tmp_path, Keep(last=3), {500: 0.1})
     with Saver(tmp_path, keep=Keep(last=1, best="loss")) as saver:
-        assert saver.best == math.inf
+        assert saver.best == UNMEASURED
         saver.save(1, numbered(1), {"metrics": {"loss": 9.0}})
         saver.save(2, numbered(2), {})
     assert left(tmp_path) == [1, 2, 500]
@@ -68,7 +68,7 @@ def test_a_damaged_checkpoint_is_nobody_s_best(tmp_path: Path) -> None:
     manifest = tmp_path / "1" / "manifest" / "manifest.json"
     flip(manifest, manifest.stat().st_size // 2)
     with Saver(tmp_path, keep=keep, resumed=2) as saver:
-        assert saver.best == 2.0
+        assert saver.best[0] == 2.0
 
 
 @pytest.mark.parametrize(("keep", "named"), [({"last": 0}, "keep=0"), ({"every": -1}, "keep_every=-1")])

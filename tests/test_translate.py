@@ -328,14 +328,6 @@ def test_a_damaged_checkpoint_has_no_part_in_the_mean(runs: Runs, tmp_path: Path
         restoring.averaged(folder / "checkpoints", like, 2)
 
 
-def test_averaged_weights_are_used_where_the_state_has_them() -> None:
-    class State(NamedTuple):
-        params: str
-        ema: str | None = None
-
-    assert restoring.weights_of(State("raw")) == "raw" and restoring.weights_of(State("raw", "mean")) == "mean"
-
-
 def test_a_restored_step_is_the_one_that_is_named(runs: Runs) -> None:
     early, late = loaded(f"--restore={runs.a}", "--restore_step=100"), loaded(f"--restore={runs.a}")
     assert not np.array_equal(early.models[0].embedding.embed_VD, late.models[0].embedding.embed_VD)
