@@ -221,6 +221,7 @@ def _content(file: str, option: str) -> tuple[bytes, str]:
         if content.startswith(b"\x1f\x8b"):
             with gzip.open(io.BytesIO(content)) as stream:
                 content = _limited(stream, refuse)
+    # zipfile raises the last two for a compression that it does not know and for an encrypted member.
     except (gzip.BadGzipFile, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
         raise DataError(f"{given} is damaged or cannot be unpacked: {error}") from error
     except OSError as error:

@@ -16,6 +16,7 @@ A vocabulary is fitted on the training side alone. What it lacks is UNKNOWN, nev
 Text that looks like a mark ("</s>") is text.
 """
 
+import abc
 import codecs
 import dataclasses
 import functools
@@ -35,7 +36,7 @@ REPLACEMENT = "\ufffd"
 Shower = Callable[[Sequence[int]], str]
 
 
-class Tokenizer:
+class Tokenizer(abc.ABC):
     """What all kinds can do; ids are plain whole numbers without START and END.
 
     kind: one of KINDS, or "file". size: V, marks included.
@@ -44,12 +45,12 @@ class Tokenizer:
     kind: ClassVar[str]
 
     @property
-    def size(self) -> int:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def size(self) -> int: ...
 
+    @abc.abstractmethod
     def encode(self, text: str) -> list[int]:
         """Ids of a text, no marks among them but UNKNOWN."""
-        raise NotImplementedError
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each."""
@@ -60,14 +61,14 @@ class Tokenizer:
         shower = self.shower()
         return shower(before_end(ids)) + shower([])
 
+    @abc.abstractmethod
     def shower(self) -> Shower:
         """A function that is given ids as they come, none at the end, and gives what can be shown: never a part of
         a character. What it gave, joined, is `decode` of all ids."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def piece(self, token: int) -> str:
         """A short name of an id, for tables and pictures; spaces are shown."""
-        raise NotImplementedError
 
     def _fields(self) -> dict[str, Any]:
         """What `from_dict` needs beside the kind."""
@@ -151,8 +152,8 @@ class Listed(Tokenizer):
         return cls(tuple(sorted({symbol for text in texts for symbol in cls.parts(text)})))
 
     @staticmethod
-    def parts(text: str) -> Iterable[str]:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def parts(text: str) -> Iterable[str]: ...
 
     @functools.cached_property
     def _ids(self) -> dict[str, int]:
