@@ -157,10 +157,12 @@ def test_a_judge_says_which_is_best_and_when_to_end(
     with Stopper(0) as stop:
         state, finished = loop.train(
             config, hyper, 0, make_task(config), tmp_path, stop=stop, eval_every=10, judge=judge,
-            keep=Keep(last=1, best=judge.metric),
+            keep=Keep(last=9, best=judge.metric),
         )  # fmt: skip
     assert finished and int(state.step) == last and len(calls) == last // 10
     losses = [row["loss"] for row in rows(tmp_path) if "split" in row]
     assert losses[1] > losses[2], "the tie is not what this test wants"
     assert restoring.best_step(tmp_path / "checkpoints") == best
-    assert checkpoint.steps(tmp_path / "checkpoints") == sorted({best, last})
+    assert checkpoint.steps(tmp_path / "checkpoints") == sorted(
+        {10, 20, 30, best, last}
+    )  # each best so far, and the end
