@@ -19,5 +19,6 @@ REGISTRY: dict[str, str] = {
     "translate": "stdin to stdout, a line in, a line out, with a model of pairs or several (--restore=WORKDIR)",
     "complexity": "time, FLOPs and bytes of dense, blockwise, banded and linear attention against the length",
     "mesh": "where a mesh puts each array of a model, and what its devices say to each other in a training step",
+    "claims": "every claim of the articles checked: a number, a tolerance and a verdict for each",
     "shapes": "the shape of every array on the way through attention, printed from a real forward pass",
 }

@@ -49,7 +49,7 @@ def run(
         raise WorkdirError(f"--seeds={seeds}: at most {MAX_SEEDS}")
     sharding.use_cpu_cores()
     devices = _devices(settings.mesh)
-    question = _resolved(question)
+    question = resolved(question)
     if settings.plan:
         from experiments.terminal import print_plan
 
@@ -57,10 +57,10 @@ def run(
         return 0
     workdir = open_workdir(
         settings.workdir or f"runs/{question.name}",
-        _identity(settings, question),
+        identity(question),
         {"seeds": seeds, "steps": question.arms[0].config.steps, "checkpoint_every": settings.checkpoint_every},
         overwrite=settings.overwrite,
-        grows=_growth(question, seeds),
+        grows=growth(question, seeds),
     )
     return _answer(settings, question, seeds, workdir, devices, sections, afterwards)
 
@@ -118,7 +118,7 @@ def _answer(
     return 0
 
 
-def _resolved(question: Question) -> Question:
+def resolved(question: Question) -> Question:
     """Every arm with its vocabulary, traced once: a bad text or setting fails before anything is made."""
     arms = tuple(dataclasses.replace(arm, config=resolve(arm.config)) for arm in question.arms)
     for config, hyper in {arm.config: arm.hyper for arm in arms}.items():
@@ -126,7 +126,7 @@ def _resolved(question: Question) -> Question:
     return dataclasses.replace(question, arms=arms)
 
 
-def _identity(settings: Settings, question: Question) -> dict[str, Any]:
+def identity(question: Question) -> dict[str, Any]:
     """What the run is. steps and seeds are apart: they may grow."""
     arms = []
     for arm in question.arms:
@@ -142,7 +142,7 @@ def _identity(settings: Settings, question: Question) -> dict[str, Any]:
     }
 
 
-def _growth(question: Question, seeds: int) -> dict[str, tuple[int, str]]:
+def growth(question: Question, seeds: int) -> dict[str, tuple[int, str]]:
     """What may grow on resume: name -> (value, why it may not, "" if it may)."""
     from transformer_jax.optim import NEEDS_STEPS
 

@@ -69,6 +69,7 @@ RUN_FLAGS: dict[str, tuple[str, Any, str, float]] = {
     "length_penalty": ("float", 1.0, "strength of --penalty; 0: sums of log-probabilities as they are", -math.inf),
     "average": ("int", 0, "use the mean of the parameters of so many newest checkpoints; 0: one checkpoint", 0),
     "strict": ("bool", False, "a line that the model cannot read is an error, not a counted skip", 0),
+    "only": ("str", "", "check these claims alone: ids or letters of chapters, such as B12,D07 or E; empty: all", 0),
     "show": ("str", "", "sources whose attention the report draws, parted by |; empty: some right and wrong ones", 0),
 }
 ALWAYS = ("experiment", "list", "debug", "help")
@@ -121,6 +122,7 @@ class Settings:
     length_penalty: float = 1.0
     average: int = 0
     strict: bool = False
+    only: str = ""
     show: str = ""
 
     def configure(self, base: Config, hyper: Hyper | None = None) -> tuple[Config, Hyper]:

@@ -1,0 +1,5 @@
+"""Chapter H."""
+
+from experiments.claims.record import Chapter, Words
+
+chapter = Chapter("H", Words("", ""))

@@ -1,0 +1,5 @@
+"""Chapter I."""
+
+from experiments.claims.record import Chapter, Words
+
+chapter = Chapter("I", Words("", ""))

@@ -1,0 +1,5 @@
+"""Chapter E."""
+
+from experiments.claims.record import Chapter, Words
+
+chapter = Chapter("E", Words("", ""))

@@ -1,0 +1,5 @@
+"""Chapter D."""
+
+from experiments.claims.record import Chapter, Words
+
+chapter = Chapter("D", Words("", ""))

@@ -1,0 +1,5 @@
+"""Chapter C."""
+
+from experiments.claims.record import Chapter, Words
+
+chapter = Chapter("C", Words("", ""))

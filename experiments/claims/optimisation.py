@@ -1,0 +1,5 @@
+"""Chapter J."""
+
+from experiments.claims.record import Chapter, Words
+
+chapter = Chapter("J", Words("", ""))

@@ -1,0 +1,5 @@
+"""Chapter F."""
+
+from experiments.claims.record import Chapter, Words
+
+chapter = Chapter("F", Words("", ""))
