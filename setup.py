@@ -26,6 +26,7 @@ setup(
         "scipy>=1.14",
         "matplotlib>=3.9",
         "jinja2>=3.1",
+        "latex2mathml>=3.78",
         "rich>=13.9",
     ],
     extras_require={
