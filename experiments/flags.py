@@ -126,11 +126,19 @@ class Settings:
     show: str = ""
 
     def configure(self, base: Config, hyper: Hyper | None = None) -> tuple[Config, Hyper]:
-        """The base (or the preset, where one is given) with the command line's fields."""
+        """The base (or the preset, where one is given) with the command line's fields.
+
+        Raises ConfigError for a field that the task does not read.
+        """
         from experiments.grid import changed
 
         numbers = dataclasses.replace(hyper or Hyper(), **NUMBERS.get(self.preset, {}))
-        return changed(preset(self.preset) if self.preset else base, numbers, self.overrides)
+        config, numbers = changed(preset(self.preset) if self.preset else base, numbers, self.overrides)
+        for name in filter(CONFIG_FIELDS.get, self.overrides):
+            readers = CONFIG_FIELDS[name].metadata.get("tasks", (config.task,))
+            if config.task not in readers:
+                raise ConfigError(f"--{name} is read with --task={' or '.join(readers)}, not with {config.task}")
+        return config, numbers
 
 
 def define(values: flags.FlagValues) -> None:

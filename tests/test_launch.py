@@ -56,6 +56,10 @@ def test_help_is_quick() -> None:
 
 
 MISTAKES = {
+    "--experiment=train --pairs=train.tsv": "--pairs is read with --task=pairs, not with text",
+    "--experiment=train --task=copy --tokenizer=bpe": "--tokenizer is read with --task=text or pairs or cmudict",
+    "--experiment=claims --only=B77": "no claim B77; near: B",
+    "--experiment=dk_scaling --only=B12": "--only has no effect",
     "--experment=train": "did you mean --experiment",
     "--experiment=dk_scalin": "did you mean dk_scaling",
     "--experiment=train --d_modle=3": "unknown flag --d_modle: did you mean --d_model",

@@ -29,6 +29,8 @@ MASKS = ("causal", "none", "inverted", "window", "prefix", "block_sparse")
 OPTIMIZERS = ("adam", "adamw", "sgd", "momentum")
 SCHEDULES = ("constant", "inverse_sqrt", "cosine", "wsd")
 TASKS = ("text", "pairs", "cmudict", "copy", "reverse", "induction", "recall", "markov", "modular")
+# Which tasks read a field of the data; the others read none of these.
+_TEXT, _PAIRS, _BOTH, _ALL = ("text",), ("pairs",), ("pairs", "cmudict"), ("text", "pairs", "cmudict")
 FLOATS = ("float32", "bfloat16", "float16")
 PRECISIONS = ("default", "high", "highest")
 
@@ -55,16 +57,16 @@ def _one_of(default: str, choices: tuple[str, ...], help: str) -> Any:
     return dataclasses.field(default=default, metadata=_meta(help, choices=choices))
 
 
-def _number(default: float, help: str, **limits: float) -> Any:
+def _number(default: float, help: str, **limits: Any) -> Any:
     return dataclasses.field(default=default, metadata=_meta(help, **limits))
 
 
-def _text(help: str) -> Any:
-    return dataclasses.field(default="", metadata=_meta(help))
+def _text(help: str, **limits: Any) -> Any:
+    return dataclasses.field(default="", metadata=_meta(help, **limits))
 
 
-def _switch(default: bool, help: str) -> Any:
-    return dataclasses.field(default=default, metadata=_meta(help))
+def _switch(default: bool, help: str, **limits: Any) -> Any:
+    return dataclasses.field(default=default, metadata=_meta(help, **limits))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,15 +140,21 @@ class Config:
     accumulation: int = _number(1, "parts that a batch is split into, gradients summed", low=1)
     # --- data ----------------------------------------------------------------
     task: str = _one_of("text", TASKS, "what is learned")
-    text: str = _text("a UTF-8 file for the text task; empty: the text that ships with Python")
-    pairs: str = _text("pairs to learn from: a TSV or JSONL file, or SOURCE,TARGET, two files line by line; gz, zip")
-    dev: str = _text("pairs to choose on, as pairs are given; empty: a part of pairs, by a hash of the source")
-    test: str = _text("pairs to report on, as pairs are given; empty: those of dev")
-    tokenizer: str = _text("bytes, chars, symbols, bpe or a tokenizer.json, of the source side; empty: by the data")
-    target_tokenizer: str = _text("the same for the target side; empty: by the data, or the source's")
-    bpe_size: int = _number(4000, "tokens of a bpe vocabulary at most", low=260)
-    length_buckets: int = _number(4, "static shapes that pairs of all lengths are padded to", low=1)
-    packing: bool = _switch(False, "documents, parted by empty lines, share rows; none sees another")
+    text: str = _text("a UTF-8 file for the text task; empty: the text that ships with Python", tasks=_TEXT)
+    pairs: str = _text(
+        "pairs to learn from: a TSV or JSONL file, or SOURCE,TARGET, two files line by line; gz, zip", tasks=_PAIRS
+    )
+    dev: str = _text(
+        "pairs to choose on, as pairs are given; empty: a part of pairs, by a hash of the source", tasks=_PAIRS
+    )
+    test: str = _text("pairs to report on, as pairs are given; empty: those of dev", tasks=_PAIRS)
+    tokenizer: str = _text(
+        "bytes, chars, symbols, bpe or a tokenizer.json, of the source side; empty: by the data", tasks=_ALL
+    )
+    target_tokenizer: str = _text("the same for the target side; empty: by the data, or the source's", tasks=_BOTH)
+    bpe_size: int = _number(4000, "tokens of a bpe vocabulary at most", low=260, tasks=_ALL)
+    length_buckets: int = _number(4, "static shapes that pairs of all lengths are padded to", low=1, tasks=_BOTH)
+    packing: bool = _switch(False, "documents, parted by empty lines, share rows; none sees another", tasks=_TEXT)
     seq_len: int = _number(64, "T, tokens of a row", low=1)
 
     def __post_init__(self) -> None:
