@@ -59,7 +59,7 @@ def run(settings: Settings) -> int:
     given = {name: settings.overrides[name] for name in ("pairs", "dev", "test") if settings.overrides.get(name)}
     splits = splits_of(translator.config, translator.tokenizers, given, settings.strict)
     workdir = open_workdir(
-        settings.workdir or str(Path(loaded.names[0]) / "evaluation"),
+        settings.workdir or str(Path(loaded.names[0]) / folder_name(settings, loaded, given)),
         {"experiment": "evaluate"},
         {"restore": settings.restore, "steps": loaded.steps, **given},
     )
@@ -90,6 +90,18 @@ def run(settings: Settings) -> int:
     workdir.write("results.json", results)
     report_pairs.show(results, workdir.path)
     return 0
+
+
+def folder_name(settings: Settings, loaded: Loaded, given: Mapping[str, str]) -> str:
+    """The name of the evaluation's own folder: another file, search or step does not write over it."""
+    penalty = loaded.translator.penalty
+    said = {"beam": loaded.translator.beam, "average": settings.average, "step": settings.restore_step}
+    said |= {"penalty": f"{penalty.kind}-{penalty.alpha:g}"}
+    usual = {"beam": 1, "average": 0, "step": "", "penalty": "power-1"}
+    words = [Path(part).name.split(".")[0] for path in given.values() for part in path.split(",")[:1]]
+    words += [f"{name}-{value}" for name, value in said.items() if value != usual[name]]
+    words += [f"of-{len(loaded.names)}"] if len(loaded.names) > 1 else []
+    return "-".join(["evaluation", *words])
 
 
 def _numbers(loaded: Loaded, task: Task, split: str, found: Evaluated) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Done]:
         # Its own training file is not needed any more.
         (folder / "pairs.tsv").unlink()
         assert launch.main(["launch.py", "--experiment=evaluate", f"--restore={run}", "--beam=2"]) == 0
-        place = run / "evaluation"
+        place = run / "evaluation-beam-2"
         rows = [line.split("\t") for line in (place / "outputs.tsv").read_text(encoding="utf-8").splitlines()]
         results = json.loads((place / "results.json").read_text(encoding="utf-8"))
         page = (place / "report.html").read_text(encoding="utf-8")
@@ -65,6 +65,28 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Done]:
 def loaded(*args: str) -> Translator:
     settings, _ = parse(["launch.py", "--experiment=evaluate", *args], {"evaluate": evaluate.FLAGS})
     return ensembles.load(settings).translator
+
+
+def test_another_search_file_or_step_has_its_own_folder(done: Done) -> None:
+    def named(given: dict[str, str], *args: str) -> str:
+        line = ["launch.py", "--experiment=evaluate", f"--restore={done.run}", *args]
+        settings, _ = parse(line, {"evaluate": evaluate.FLAGS})
+        return evaluation.folder_name(settings, ensembles.load(settings), given)
+
+    names = [
+        named({}),
+        named({"pairs": "a/fr.tsv"}),
+        named({"pairs": "a/fr.tsv", "test": "en.gz,fr.gz"}, "--beam=5"),
+        named({}, "--beam=5", "--penalty=gnmt", "--length_penalty=0.6"),
+        named({}, "--restore_step=150"),
+    ]
+    assert names == [
+        "evaluation",
+        "evaluation-fr",
+        "evaluation-fr-en-beam-5",
+        "evaluation-beam-5-penalty-gnmt-0.6",
+        "evaluation-step-150",
+    ]
 
 
 def pairs_of(rows: list[list[str]], split: str) -> list[tuple[str, list[str]]]:

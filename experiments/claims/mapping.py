@@ -38,7 +38,7 @@ ROWS = (
         Words("embeddings, QKV, feed-forward", "词向量、QKV、前馈网络"), ("G01", "H01", "H08", "H12")),
     Row("S1 §1.1", Words("probability and statistics", "概率与统计"), r"p_i = e^{z_i / T} / \sum_j e^{z_j / T}",
         Words("softmax, sampling, loss", "softmax、采样、损失函数"), ("F01", "F05", "F08", "E07")),
-    Row("S1 §1.1", Words("calculus, optimisation", "微积分与最优化"), r"W \leftarrow W - \eta\, \partial L / \partial W",
+    Row("S1 §1.1", Words("calculus, optimisation", "微积分与最优化"), r"W \leftarrow W - \eta\, \nabla_W L",
         Words("backpropagation, updates", "反向传播与参数更新"), ("J01", "J02", "J04")),
     Row("S1 §1.1", Words("information theory", "信息论"), r"H(p, q) = H(p) + \mathrm{KL}(p \,\|\, q)",
         Words("cross-entropy, KL divergence", "交叉熵与 KL 散度"), ("E10", "E12", "E14", "E15")),

@@ -116,16 +116,7 @@ def card(one: Checked) -> dict[str, Any]:
         "says": claim.says,
         "formula": mathml(claim.formula) if claim.formula else "",
         "said": one.said,
-        "numbers": [
-            {
-                "label": n.label,
-                "measured": short(n.measured),
-                "expected": expected(n),
-                "dtype": n.dtype,
-                "holds": n.holds,
-            }
-            for n in one.numbers
-        ],
+        "numbers": [(n.label, short(n.measured), expected(n), n.dtype, n.holds) for n in one.numbers],
         "functions": [(f"{use.__module__}.", use.__qualname__) for use in claim.uses],
         "pictures": [(picture(curves), curves.caption) for curves in one.curves],
         "error": one.error,
