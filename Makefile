@@ -1,5 +1,6 @@
 # Everything runs in a virtual environment that is made when it is missing.
 #   make run    the default experiment: what does dividing by sqrt(d_k) buy?
+#   make claims every claim of the articles, checked
 #   make test   the whole suite;  make test PYTHON=python3.12 uses its own .venv-3.12
 PYTHON ?= python3
 ifeq ($(PYTHON),python3)
@@ -12,9 +13,12 @@ READY = $(VENV)/.ready
 WORKDIR ?= runs/dk_scaling
 BENCH ?= sweep
 
-.PHONY: run test lint venv bench clean
+.PHONY: run claims test lint venv bench clean
 run: $(READY)
 	$(BIN)/python launch.py --experiment=dk_scaling --workdir=$(WORKDIR)
+
+claims: $(READY)
+	$(BIN)/python launch.py --experiment=claims --workdir=runs/claims
 
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)

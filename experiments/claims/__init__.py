@@ -11,6 +11,8 @@ network). Checks are made anew each time. The exit code is 1 where a measured nu
 check raises: that one is reported as broken after the others are finished.
 """
 
+import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,7 +57,13 @@ def run(settings: "Settings") -> int:
         {"depth": settings.depth, "only": settings.only},
         overwrite=settings.overwrite,
     )
-    checked = table.watch(claims, settings.depth, Path(workdir.path))
+    try:
+        checked = table.watch(claims, settings.depth, Path(workdir.path))
+    except KeyboardInterrupt as stopped:
+        print(
+            f"stopped: {stopped or 'interrupted'}; what is trained is saved, the same command goes on", file=sys.stderr
+        )
+        return 128 + signal.SIGINT
     workdir.write("claims.json", [ledger.record(one) for one in checked])
     page.write(workdir.path, book, checked, settings.depth)
     return table.conclude(checked, workdir.path)

@@ -1,9 +1,8 @@
 """The READMEs' table of the ledger's most surprising rows, written by the ledger itself.
 
-    python -m experiments.claims.surprising        measures them, and writes the tables into README.md and README.zh.md
+python -m experiments.claims.surprising        measures them, and writes the tables into README.md and README.zh.md
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -32,10 +31,7 @@ def cell(text: str) -> str:
 
 def block(text: str) -> str:
     """What stands between the marks."""
-    found = re.search(f"{START}\n(.*?){END}", text, re.S)
-    if found is None:
-        raise ValueError(f"no lines {START} and {END}")
-    return found[1].strip("\n")
+    return text.split(f"{START}\n")[1].split(END)[0].strip("\n")
 
 
 def main(root: Path) -> None:
@@ -49,10 +45,9 @@ def main(root: Path) -> None:
     checked = {one.id: ledger.check(one, ledger.QUICK, root) for one in ledger.chosen(book, ",".join(IDS))}
     for name, language in READMES.items():
         path = root / name
-        text = path.read_text(encoding="utf-8")
+        before, rest = path.read_text(encoding="utf-8").split(f"{START}\n")
         rows = table([checked[id] for id in IDS], language)
-        replaced = text.replace(f"{START}\n{block(text)}", f"{START}\n{rows}") if block(text) else None
-        path.write_text(replaced or text.replace(START, f"{START}\n{rows}"), encoding="utf-8")
+        path.write_text(f"{before}{START}\n{rows}\n{END}{rest.split(END)[1]}", encoding="utf-8")
 
 
 if __name__ == "__main__":
