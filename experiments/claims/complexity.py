@@ -209,7 +209,7 @@ i04 = chapter.claim(
     finding=Words(
         "A fixed pattern optimises nothing: a window of 16 holds {window:.0%} of the weight of random queries and keys "
         "(64 tokens, all visible), the best 16 keys of each query {best:.0%}. And the best set needs no search: "
-        "weights add up, so that the largest w of a row are best, as trying all {subsets:.0f} subsets of 3 of 8 confirms.",
+        "weights add up, so that the largest w of a row are best, as all {subsets:.0f} subsets of 3 of 8 confirm.",
         "固定模式什么也没有优化：对随机的查询和键（64 个词元，全部可见），宽 16 的窗口只占 {window:.0%} 的权重，"
         "而每个查询最好的 16 个键占 {best:.0%}。最好的集合也无需搜索：权重是相加的，每行最大的 w 个就是最优，"
         "枚举 8 选 3 的全部 {subsets:.0f} 个子集可以证实。",
@@ -306,7 +306,7 @@ i06 = chapter.claim(
         "Sparse and linear attention approximate attention in n log n or n.",
         "稀疏注意力和线性注意力把复杂度近似为 O(n log n) 或 O(n)。",
     ),
-    formula=r"\frac{\sum_j \phi(q_i) \cdot \phi(k_j)\, v_j}{\sum_j \phi(q_i) \cdot \phi(k_j)}, \quad \phi = \mathrm{elu} + 1",
+    formula=r"\frac{\sum_j \phi(q_i) \cdot \phi(k_j)\, v_j}{\sum_j \phi(q_i) \cdot \phi(k_j)}",
     finding=Words(
         "What falls is the cost (exponent {exponent:.2f}); what comes out is another function. On random inputs linear "
         "attention is {linear:.0%} of the output's norm away from softmax, a window of 16 of 64 tokens {sparse:.0%}.",
