@@ -1,5 +1,479 @@
-"""Chapter I."""
+"""Chapter I: what attention costs (S1 §6.3, S2 §1 and §9)."""
 
-from experiments.claims.record import Chapter, Words
+import itertools
+import math
+from typing import Any
 
-chapter = Chapter("I", Words("", ""))
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.claims.drawn import U, normal
+from experiments.claims.record import Chapter, Curves, Numbers, Verdict, Words, at_least, at_most, near, shown
+from transformer_jax import masks
+from transformer_jax.attention import attend
+from transformer_jax.config import Config, Hyper
+from transformer_jax.layers import apply_stack, init_stack
+from transformer_jax.masks import Mask
+from transformer_jax.meter import Cost, measure, slope
+from transformer_jax.scores import PLAIN, attention_scores, weights_of
+
+chapter = Chapter("I", Words("Complexity", "计算复杂度"))
+
+LENGTHS = (512, 1024, 2048)
+WIDTH = 64  # of a head
+
+
+def f32(*shape: int) -> jax.ShapeDtypeStruct:
+    """A float32 array that is never made."""
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def cost(implementation: str, n: int, mask: Mask | None = None, heads: int = 1, width: int = WIDTH) -> Cost:
+    """What attention over n tokens costs, by the library's meter; nothing is run."""
+    x = f32(1, n, heads, width)
+    return measure(lambda q, k, v: attend(q, k, v, mask, implementation=implementation), x, x, x)
+
+
+def growth(implementation: str, mask: Mask | None, field: str) -> float:
+    """The exponent of n in a field of the cost."""
+    return slope(LENGTHS, [getattr(cost(implementation, n, mask), field) for n in LENGTHS]).value
+
+
+def qkv(seed: int, n: int, width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Normal queries, keys and values of one head, [1, n, 1, width] each."""
+    q, k, v = jnp.asarray(normal(seed, 3, 1, n, 1, width))
+    return q, k, v
+
+
+i01 = chapter.claim(
+    "I01",
+    "S1 §6.3, S2 §9",
+    Verdict.CONDITIONAL,
+    Words(
+        "Self-attention takes time n²d and memory quadratic in n.", "自注意力的时间复杂度为 n²d，内存随 n 呈平方增长。"
+    ),
+    formula=r"2 n^2 d + 4 n d^2 + 8 n d^2 \quad (\text{multiply-adds of a layer})",
+    finding=Words(
+        "Of the core alone, QKᵀ and AV, whose exponent is {core:.2f}. A layer has projections and a feed-forward net "
+        "as well, 12nd² multiply-adds against 2n²d: with d = {width:.0f} they are equal at n = 6d exactly, and from "
+        "n = 32 to 128 the layer's exponent is {layer:.2f}. Dense memory has exponent {memory:.2f}; it need not (I05).",
+        "只适用于核心部分 QKᵀ 和 AV，其指数为 {core:.2f}。一层还有投影和前馈网络，共 12nd² 次乘加，核心为 2n²d："
+        "d = {width:.0f} 时二者恰在 n = 6d 处相等，n 从 32 到 128 时整层的指数只有 {layer:.2f}。"
+        "稠密实现的内存指数为 {memory:.2f}，但并非必须如此（见 I05）。",
+    ),
+    uses=(measure, slope, attend, apply_stack),
+)
+
+
+@i01.quick
+def layer_and_core() -> Numbers:
+    found = [cost("dense", n, heads=8) for n in LENGTHS]
+    by_hand = 4 * 8 * WIDTH * LENGTHS[-1] ** 2
+    label = Words("FLOPs of the core, n = 2048, 8 heads of 64: 4n²d", "核心的 FLOPs，n = 2048，8 个 64 维的头：4n²d")
+    yield near("flops", label, found[-1].products, by_hand, 0, "int64")
+    exponent = slope(LENGTHS, [one.products for one in found]).value
+    yield near("core", Words("exponent of n, core", "核心的指数"), exponent, 2.0, 1e-9, "int64")
+    # Beside the scores there are the outputs, of n d: from 512 on, less than a tenth.
+    exponent = slope(LENGTHS, [one.working_bytes for one in found]).value
+    yield near("memory", Words("exponent of n, bytes", "内存的指数"), exponent, 2.0, 0.1, "int64")
+    config = Config(vocab_size=2, d_model=WIDTH, num_heads=1, num_layers=1, positions="none")
+    stack = jax.eval_shape(lambda key: init_stack(key, config, 1, cross=False), jax.random.key(0))
+
+    def layer(stack: Any, x: jax.Array) -> jax.Array:
+        places = jnp.arange(x.shape[1])[None]
+        return apply_stack(stack, x, config, Hyper(), mask=masks.causal(), positions_BT=places)[0]
+
+    lengths = (32, 64, 128, 6 * WIDTH)
+    whole = [measure(layer, stack, f32(1, n, WIDTH)).products for n in lengths]
+    core = [cost("dense", n, masks.causal()).products for n in lengths]
+    ratio = core[-1] / (whole[-1] - core[-1])
+    yield near("ratio", Words("core over the rest, n = 6d", "核心与其余部分之比，n = 6d"), ratio, 1.0, 0, "int64")
+    predicted = slope(lengths[:3], [4 * n * n * WIDTH + 24 * n * WIDTH**2 for n in lengths[:3]]).value
+    yield near(
+        "layer",
+        Words("exponent of a layer, n = 32…128", "整层的指数，n = 32…128"),
+        slope(lengths[:3], whole[:3]).value,
+        predicted,
+        1e-9,
+        "int64",
+    )
+    yield shown("width", Words("d", "d"), WIDTH, "int64")
+
+
+i02 = chapter.claim(
+    "I02",
+    "S1 §6.3",
+    Verdict.WRONG,
+    Words(
+        "The number of pairs that attention scores is C(n, 2), about n(n − 1)/2.",
+        "注意力要计算的配对数是 C(n, 2)，约为 n(n − 1)/2。",
+    ),
+    formula=r"n^2 \quad \text{or, causal,} \quad \frac{n(n + 1)}{2}",
+    finding=Words(
+        "Pairs are ordered and a token meets itself: {full:.0f} for n = 1024, {causal:.0f} of them causal, against "
+        "C(n, 2) = {choose:.0f}. The dense product computes all n², masked or not.",
+        "配对是有序的，且包括词元自身：n = 1024 时为 {full:.0f} 对，其中因果的 {causal:.0f} 对，"
+        "而 C(n, 2) = {choose:.0f}。无论是否掩码，稠密乘法都计算全部 n² 个得分。",
+    ),
+    uses=(masks.full, masks.causal, Mask.pairs, measure),
+)
+
+
+@i02.quick
+def pairs() -> Numbers:
+    n = 1024
+    yield near(
+        "full", Words("pairs, n = 1024: n²", "配对数，n = 1024：n²"), masks.full().pairs(n, n), n * n, 0, "int64"
+    )
+    causal = masks.causal().pairs(n, n)
+    yield near("causal", Words("causal: n(n + 1)/2", "因果：n(n + 1)/2"), causal, sum(range(1, n + 1)), 0, "int64")
+    label = Words("causal pairs beyond C(n, 2): n", "因果配对数比 C(n, 2) 多：n")
+    yield near("beyond", label, causal - math.comb(n, 2), n, 0, "int64")
+    scores = cost("dense", n, masks.causal()).products / (4 * WIDTH)
+    yield near(
+        "scored", Words("scores that dense attention computes", "稠密注意力计算的得分数"), scores, n * n, 0, "int64"
+    )
+    yield shown("choose", Words("C(n, 2)", "C(n, 2)"), math.comb(n, 2), "int64")
+
+
+i03 = chapter.claim(
+    "I03",
+    "S1 §6.3",
+    Verdict.IMPRECISE,
+    Words("A window of w tokens brings the cost from n² down to n·w.", "局部窗口注意力把代价从 n² 降到 n×w。"),
+    formula=r"n w - \frac{w (w - 1)}{2}",
+    finding=Words(
+        "A causal window has {pairs:.0f} pairs for n = 1024, w = 128, not {product:.0f}; and only a kernel that leaves "
+        "the others out saves anything. Masked dense attention costs as much as without a mask (exponent "
+        "{masked:.2f}); banded attention has exponent {banded:.2f} and the same result (within {gap:.0e}).",
+        "n = 1024、w = 128 的因果窗口有 {pairs:.0f} 对，而不是 {product:.0f} 对；而且只有真正跳过其余配对的实现才省钱。"
+        "带掩码的稠密注意力与不带掩码一样贵（指数 {masked:.2f}）；带状实现的指数为 {banded:.2f}，结果相同"
+        "（误差 {gap:.0e}）。",
+    ),
+    uses=(masks.window, Mask.pairs, measure, slope, attend),
+)
+
+
+@i03.quick
+def window() -> Numbers:
+    n, w = 1024, 128
+    by_hand = sum(min(i + 1, w) for i in range(n))
+    yield near(
+        "pairs",
+        Words("pairs, n = 1024, w = 128", "配对数，n = 1024，w = 128"),
+        masks.window(w).pairs(n, n),
+        by_hand,
+        0,
+        "int64",
+    )
+    yield shown("product", Words("n·w", "n·w"), n * w, "int64")
+    mask, lengths = masks.window(w), LENGTHS
+    dense, plain, banded = (
+        [cost(name, m, kind).products for m in lengths]
+        for name, kind in (("dense", mask), ("dense", None), ("banded", mask))
+    )
+    yield near(
+        "same", Words("masked − unmasked FLOPs", "有无掩码的 FLOPs 之差"), sum(dense) - sum(plain), 0, 0, "int64"
+    )
+    yield near(
+        "masked",
+        Words("exponent, masked dense", "指数，带掩码的稠密实现"),
+        slope(lengths, dense).value,
+        2.0,
+        1e-9,
+        "int64",
+    )
+    yield near("banded", Words("exponent, banded", "指数，带状实现"), slope(lengths, banded).value, 1.0, 1e-9, "int64")
+    x, mask = qkv(3, 64, 8), masks.window(16)
+    both = jax.jit(lambda q, k, v: [attend(q, k, v, mask, implementation=name) for name in ("dense", "banded")])
+    one, other = np.asarray(both(*x), np.float64)
+    # Weighted means of 16 values up to 4, in another order.
+    yield at_most(
+        "gap",
+        Words("banded − dense, same window", "带状 − 稠密，同一窗口"),
+        np.max(np.abs(one - other)),
+        64 * U,
+        "float32",
+    )
+
+
+i04 = chapter.claim(
+    "I04",
+    "S1 §6.3",
+    Verdict.OVERCLAIM,
+    Words(
+        "Choosing the pairs that matter out of n² is a typical problem of combinatorial optimisation.",
+        "从 n² 对中挑出重要的子集，是典型的组合优化问题。",
+    ),
+    finding=Words(
+        "A fixed pattern optimises nothing: a window of 16 holds {window:.0%} of the weight of random queries and keys "
+        "(64 tokens, all visible), the best 16 keys of each query {best:.0%}. And the best set needs no search: "
+        "weights add up, so that the largest w of a row are best, as all {subsets:.0f} subsets of 3 of 8 confirm.",
+        "固定模式什么也没有优化：对随机的查询和键（64 个词元，全部可见），宽 16 的窗口只占 {window:.0%} 的权重，"
+        "而每个查询最好的 16 个键占 {best:.0%}。最好的集合也无需搜索：权重是相加的，每行最大的 w 个就是最优，"
+        "枚举 8 选 3 的全部 {subsets:.0f} 个子集可以证实。",
+    ),
+    uses=(attend, masks.window),
+)
+
+
+@i04.quick
+def chosen() -> Numbers:
+    n, w = 64, 16
+    weights = np.asarray(attend(*qkv(4, n, 16), weights=True)[1], np.float64)[0, 0]
+    inside = np.asarray(masks.window(w).dense(n, n))[0, 0]
+    rows = slice(w - 1, None)  # whose windows are full
+    held = np.sum(weights * inside, axis=1)[rows]
+    # A window knows nothing of random weights: it holds w / n of them on average, five standard errors allowed.
+    error = 5 * float(np.std(held)) / math.sqrt(len(held))
+    yield near("window", Words("weight in the window, w/n", "窗口内的权重，w/n"), held.mean(), w / n, error, "float32")
+    best = np.sort(weights, axis=1)[:, -w:].sum(axis=1)[rows]
+    yield at_least(
+        "best", Words("weight of the best w keys", "最好的 w 个键的权重"), best.mean(), held.mean() + error, "float32"
+    )
+    row = weights[7, :8]
+    tried = [row[list(subset)].sum() for subset in itertools.combinations(range(8), 3)]
+    yield near("subsets", Words("subsets of 3 of 8", "8 选 3 的子集数"), len(tried), 56, 0, "int64")
+    yield near(
+        "search",
+        Words("best of all − the three largest", "枚举最优 − 最大三个之和"),
+        max(tried) - np.sort(row)[-3:].sum(),
+        0,
+        1e-15,
+    )
+
+
+i05 = chapter.claim(
+    "I05",
+    "S2 §9",
+    Verdict.CONDITIONAL,
+    Words(
+        "FlashAttention gives exactly the same result as standard attention, with less memory.",
+        "FlashAttention 的输出与标准注意力完全相同，而内存更少。",
+    ),
+    finding=Words(
+        "Exactly in real numbers; in float32 {changed:.0%} of the outputs differ, by up to {gap:.1e}, as sums are "
+        "taken in blocks. Memory grows with exponent {blockwise:.2f} instead of {dense:.2f} (a {ratio:.0f}th of it at "
+        "n = 16,384, one head of 64); the scores that are computed are still n².",
+        "在实数运算中完全相同；float32 下有 {changed:.0%} 的输出不同，最多相差 {gap:.1e}，因为求和是分块进行的。"
+        "内存的指数为 {blockwise:.2f}，而非 {dense:.2f}（n = 16,384、一个 64 维的头时为 1/{ratio:.0f}）；"
+        "但要算的得分仍有 n² 个。",
+    ),
+    uses=(attend, measure, slope),
+)
+
+
+@i05.quick
+def blocks() -> Numbers:
+    both = jax.jit(lambda q, k, v: [attend(q, k, v, masks.causal(), implementation=name, block=block)
+                                    for name, block in (("dense", 0), ("blockwise", 16))])  # fmt: skip
+    q, k, v = qkv(5, 64, 16)
+    dense, blockwise = np.asarray(both(q, k, v), np.float64)
+    # Weights whose sum is 1 within 64 U, of values up to 4; scores up to 16 are rounded alike in both.
+    yield at_most(
+        "gap",
+        Words("max |blockwise − dense|", "max |分块 − 稠密|"),
+        np.max(np.abs(dense - blockwise)),
+        256 * U,
+        "float32",
+    )
+    yield at_least("changed", Words("outputs that differ", "不同的输出"), np.mean(dense != blockwise), 0.01, "float32")
+    lengths = (4096, 8192, 16_384)
+    bytes = {name: [cost(name, n, masks.causal()).working_bytes for n in lengths] for name in ("dense", "blockwise")}
+    for name, exponent in (("dense", 2.0), ("blockwise", 1.0)):
+        label = Words(f"exponent of the bytes, {name}", "内存的指数，" + {"dense": "稠密", "blockwise": "分块"}[name])
+        # What a block takes, a few 128², is a tenth of what n d takes, and that a tenth of n².
+        yield near(name, label, slope(lengths, bytes[name]).value, exponent, 0.1, "int64")
+    ratio = bytes["dense"][-1] / bytes["blockwise"][-1]
+    yield at_least(
+        "ratio",
+        Words("bytes, dense over blockwise, n = 16,384", "内存之比，稠密比分块，n = 16,384"),
+        ratio,
+        16.0,
+        "int64",
+    )
+    lines = {name: (list(lengths), [x / 2**20 for x in values]) for name, values in bytes.items()}
+    caption = Words("Live memory of one head of 64, counted.", "一个 64 维的头所需的内存（由计量器得出）。")
+    yield Curves(caption, "n", "MiB", lines, log_x=True, log_y=True)
+
+
+i06 = chapter.claim(
+    "I06",
+    "S2 §9",
+    Verdict.IMPRECISE,
+    Words(
+        "Sparse and linear attention approximate attention in n log n or n.",
+        "稀疏注意力和线性注意力把复杂度近似为 O(n log n) 或 O(n)。",
+    ),
+    formula=r"\frac{\sum_j \phi(q_i) \cdot \phi(k_j)\, v_j}{\sum_j \phi(q_i) \cdot \phi(k_j)}",
+    finding=Words(
+        "What falls is the cost (exponent {exponent:.2f}); what comes out is another function. On random inputs linear "
+        "attention is {linear:.0%} of the output's norm away from softmax, a window of 16 of 64 tokens {sparse:.0%}.",
+        "降下来的是代价（指数 {exponent:.2f}），算出来的却是另一个函数。在随机输入上，线性注意力与 softmax 注意力相差"
+        "输出范数的 {linear:.0%}，64 个词元中宽 16 的窗口相差 {sparse:.0%}。",
+    ),
+    uses=(attend, masks.window, measure, slope),
+)
+
+
+@i06.quick
+def another_function() -> Numbers:
+    n, d = 64, 16
+    q, k, v = qkv(6, n, d)
+    kinds = (("dense", masks.causal()), ("linear", masks.causal()), ("dense", masks.window(16)))
+    made = jax.jit(lambda q, k, v: [attend(q, k, v, mask, implementation=name, block=16) for name, mask in kinds])
+    full, linear, sparse = np.asarray(made(q, k, v), np.float64)[:, 0, :, 0]
+    x, y, z = (np.asarray(a, np.float64)[0, :, 0] for a in (q / 4, k, v))
+    features = [np.where(a > 0, a + 1, np.exp(np.minimum(a, 0))) for a in (x, y)]
+    by_hand = np.zeros((n, d))
+    for i in range(n):
+        terms = [features[0][i] @ features[1][j] for j in range(i + 1)]
+        by_hand[i] = sum(t * z[j] for j, t in enumerate(terms)) / sum(terms)
+    gap = np.max(np.abs(linear - by_hand))
+    # Sums of 64 positive terms and their quotient, times values up to 4.
+    yield at_most(
+        "formula", Words("linear attention against its formula", "线性注意力与其公式之差"), gap, 1024 * U, "float32"
+    )
+    away = [np.linalg.norm(other - full) / np.linalg.norm(full) for other in (linear, sparse)]
+    yield at_least(
+        "linear", Words("‖linear − softmax‖ / ‖softmax‖", "‖线性 − softmax‖ / ‖softmax‖"), away[0], 0.1, "float32"
+    )
+    yield at_least("sparse", Words("the same of a window of 16", "宽 16 的窗口"), away[1], 0.1, "float32")
+    exponent = growth("linear", masks.causal(), "products")
+    yield near("exponent", Words("exponent of its FLOPs", "FLOPs 的指数"), exponent, 1.0, 1e-9, "int64")
+
+
+i07 = chapter.claim(
+    "I07",
+    "S2 §9",
+    Verdict.EMPIRICAL,
+    Words(
+        "At tens to hundreds of thousands of tokens plain attention exhausts a GPU's memory at once; FlashAttention "
+        "made GPT-4 possible.",
+        "序列长到数万至数十万时，传统注意力会瞬间耗尽 GPU 内存；FlashAttention 使 GPT-4 成为可能。",
+    ),
+    finding=Words(
+        "Counted, not run: a layer of 8 heads of 64 in float32 needs {short:.1f} GiB at 10⁴ tokens, which many cards "
+        "have, and {long:.0f} GiB at 10⁵, which none has; blockwise {flash:.2f} GiB. What GPT-4 needed, no code can "
+        "tell.",
+        "此处是计数而非实测：float32 下一层 8 个 64 维的头在 10⁴ 个词元时需 {short:.1f} GiB，许多显卡都有；"
+        "10⁵ 个时需 {long:.0f} GiB，没有显卡能容纳；分块实现只需 {flash:.2f} GiB。GPT-4 依赖什么，代码无从判断。",
+    ),
+    uses=(measure, attend),
+)
+
+
+@i07.quick
+def exhausted() -> Numbers:
+    heads = 8
+    gib = {n: cost("dense", n, heads=heads).working_bytes / 2**30 for n in (10**4, 10**5)}
+    for name, n in (("short", 10**4), ("long", 10**5)):
+        label = Words(f"GiB at n = {n:,}: scores and weights, 64n²", f"n = {n:,} 时的 GiB：得分和权重，64n²")
+        # Beside them a few columns of n, and the outputs.
+        scores = 2 * 4 * heads * n * n / 2**30
+        yield near(name, label, gib[n], scores, 0.02 * scores, "int64")
+    yield at_least(
+        "beyond",
+        Words("bytes at 10⁵ over 80 GB", "10⁵ 时所需字节与 80 GB 之比"),
+        gib[10**5] * 2**30 / 80e9,
+        4.0,
+        "int64",
+    )
+    flash = cost("blockwise", 10**5, heads=heads).working_bytes / 2**30
+    yield at_most(
+        "flash", Words("GiB blockwise, n = 100,000", "分块实现的 GiB，n = 100,000"), flash, gib[10**4], "int64"
+    )
+
+
+i08 = chapter.claim(
+    "I08",
+    "S2 §1",
+    Verdict.OVERCLAIM,
+    Words(
+        "An RNN forgets and cannot be computed in parallel; a Transformer loses nothing, however long the sequence.",
+        "RNN 会遗忘且无法并行计算；Transformer 无论序列多长都不会丢失信息。",
+    ),
+    finding=Words(
+        "Softmax disperses: a key whose score is 5 above all others gets {p10:.3f} of the weight among 10 keys, "
+        "{p1000:.3f} among 1,000, {p10000:.3f} among 10,000. And a recurrence that is linear in its state runs in "
+        "parallel: linear attention, step by step or all at once, is the same to {parallel:.0e}.",
+        "softmax 会弥散：得分比其他键高 5 的键，在 10 个键中占 {p10:.3f} 的权重，在 1000 个中占 {p1000:.3f}，"
+        "在 10000 个中只占 {p10000:.3f}。而状态更新为线性的递归可以并行：线性注意力逐步递推与一次算完的结果相同"
+        "（{parallel:.0e}）。",
+    ),
+    uses=(attention_scores, weights_of, attend),
+)
+
+
+@i08.quick
+def dispersion() -> Numbers:
+    ns = (10, 100, 1000, 10_000)
+    k = np.zeros((len(ns), ns[-1], 1, 1), np.float32)
+    k[:, 7] = 5
+
+    @jax.jit
+    def weights(k: jax.Array) -> jax.Array:
+        scores = attention_scores(jnp.ones((len(ns), 1, 1, 1)), k, PLAIN)
+        return weights_of(scores, masks.padding(jnp.asarray(ns)).dense(1, ns[-1]), PLAIN)
+
+    shares = np.asarray(weights(k), np.float64)[:, 0, 0, 7].tolist()
+    for n, found in zip(ns, shares, strict=True):
+        share = math.exp(5) / (math.exp(5) + n - 1)
+        label = Words(f"weight of the one key, n = {n:,}", f"那一个键的权重，n = {n:,}")
+        # Sums of n terms, blocked or not, and exp of 5.
+        yield near(f"p{n}", label, found, share, (n + 20) * U * share, "float32")
+    x = qkv(8, 64, 16)
+    run = jax.jit(lambda q, k, v: [attend(q, k, v, masks.causal(), implementation="linear", block=b) for b in (1, 64)])
+    steps, at_once = np.asarray(run(*x), np.float64)
+    gap = np.max(np.abs(steps - at_once))
+    yield at_most("parallel", Words("recurrence − all at once", "逐步递推 − 一次算完"), gap, 1024 * U, "float32")
+    caption = Words("Weight of a key whose score is 5 above the others.", "得分比其他键高 5 的键所占的权重。")
+    yield Curves(caption, "n", "p", {"p": (list(ns), shares)}, log_x=True, log_y=True)
+
+
+i09 = chapter.claim(
+    "I09",
+    "S1 §6.3, S2 §9",
+    Verdict.GAP,
+    Words(
+        "Complexities are derived on paper; how to count those of a real program is left out.",
+        "复杂度只在纸上推导，没有说明如何计量真实程序的代价。",
+    ),
+    finding=Words(
+        "The compiler's own count is a trap: of a loop over 16 matrix products it counts the body once, {xla:.3g} "
+        "FLOPs. The library's meter reads the trip count: {meter:.3g}, as unrolled.",
+        "编译器自带的计数是个陷阱：16 次矩阵乘法的循环，它只把循环体计一次，得 {xla:.3g} FLOPs。"
+        "程序的计量器会读出循环次数：{meter:.3g}，与展开后相同。",
+    ),
+    uses=(measure,),
+)
+
+
+@i09.quick
+def loops() -> Numbers:
+    n, steps = 128, 16
+    by_hand = steps * 2 * n**3
+
+    def looped(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, _: (x @ w, None), x, None, length=steps)[0]
+
+    def unrolled(x: jax.Array, w: jax.Array) -> jax.Array:
+        for _ in range(steps):
+            x = x @ w
+        return x
+
+    found = [measure(f, f32(n, n), f32(n, n)).products for f in (looped, unrolled)]
+    yield near(
+        "meter", Words("FLOPs by the meter, 16 · 2n³", "计量器的 FLOPs，16 · 2n³"), found[0], by_hand, 0, "int64"
+    )
+    yield near("unrolled", Words("and of the unrolled loop", "展开后的循环"), found[1], by_hand, 0, "int64")
+    counted: Any = jax.jit(looped).lower(f32(n, n), f32(n, n)).compile().cost_analysis()
+    yield at_most(
+        "xla", Words("by the compiler: below half", "编译器的计数：不到一半"), flops(counted), by_hand / 2, "int64"
+    )
+
+
+def flops(counted: Any) -> float:
+    """Of a cost analysis, a dict or a list of one."""
+    return float((counted[0] if isinstance(counted, list) else counted)["flops"])
