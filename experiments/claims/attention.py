@@ -98,16 +98,18 @@ h02 = chapter.claim(
 def forgets() -> Numbers:
     config = Config(d_model=512, num_heads=8)
     w = jit(lambda key: init_attention(key, config).wq_DNH[:, :1])(jax.random.key(0))
-    left, sizes, _ = np.linalg.svd(np.asarray(w[:, 0], np.float64))
+    seen, rest = np.linalg.qr(np.asarray(w[:, 0], np.float64))  # [512, 64] times [64, 64]
+    sizes = np.linalg.svd(rest, compute_uv=False)
     rank = int(np.sum(sizes > sizes[0] * 512 * np.finfo(np.float64).eps))
     yield near("rank", Words("rank of a head's W_Q", "一个头的 W_Q 的秩"), rank, 64)
     yield near("null", Words("input directions that it forgets", "被丢弃的输入方向数"), 512 - rank, 448)
     directions = np.random.default_rng(1).standard_normal((1000, 512))
-    share = np.sum((directions @ left[:, :64]) ** 2, axis=1) / np.sum(directions**2, axis=1)
+    share = np.sum((directions @ seen) ** 2, axis=1) / np.sum(directions**2, axis=1)
     # The share is Beta(32, 224): mean 1/8, variance 32·224 / (256² 257).
     error = 5 * math.sqrt(32 * 224 / (256**2 * 257) / 1000)
     yield near("kept", Words("squared length kept, mean", "平方长度的平均保留比例"), share.mean(), 1 / 8, error)
-    x, silent = normal(2, 10, 512), (math.sqrt(512) * left[:, 64:74].T).astype(np.float32)
+    x, silent = normal(2, 10, 512), normal(3, 10, 512).astype(np.float64)
+    silent = (silent - silent @ seen @ seen.T).astype(np.float32)
     here, there = (product("btd,dnh->btnh", jnp.asarray(y[None]), w) for y in (x, x + silent))
     bound = rounding(x, np.asarray(w)) + rounding(x + silent, np.asarray(w))
     label = Words("max |ΔQ| for a change as large as x along them", "沿这些方向作与 x 同大的改动时 max |ΔQ|")
