@@ -84,7 +84,7 @@ def near(
     name: str, label: Words, measured: Any, predicted: float, tolerance: float = 0.0, dtype: str = "float64"
 ) -> Number:
     """|measured - predicted| <= tolerance."""
-    return Number(name, label, float(measured), float(predicted), tolerance, Relation.NEAR, dtype)
+    return Number(name, label, float(measured), float(predicted), float(tolerance), Relation.NEAR, dtype)
 
 
 def at_most(name: str, label: Words, measured: Any, bound: float, dtype: str = "float64") -> Number:
