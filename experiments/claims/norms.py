@@ -1,5 +1,490 @@
-"""Chapter C."""
+"""Chapter C: what norms and residual connections do to gradients in depth (S0 §4; S1 §4.3; S2 §7; S3 §6)."""
 
-from experiments.claims.record import Chapter, Words
+import dataclasses
+import math
 
-chapter = Chapter("C", Words("", ""))
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.claims.depth import (
+    ADDED,
+    DEEP,
+    ONE_TOKEN,
+    SEEDS,
+    chain,
+    every,
+    foreseen,
+    layer,
+    passes,
+    rows,
+    stacks,
+)
+from experiments.claims.record import Curves, Numbers, Verdict, Words, at_least, at_most, near, shown
+from experiments.claims.rmsnorm import by_hand, chapter, normed, settings
+from experiments.claims.variance import draws
+from transformer_jax.config import Config, Hyper
+from transformer_jax.ffn import FFN, ffn, init_ffn
+from transformer_jax.layers import apply_stack, init_stack
+from transformer_jax.norms import Norm, norm, rms
+
+c05 = chapter.claim(
+    "C05",
+    "S3 §6",
+    Verdict.EMPIRICAL,
+    Words(
+        "RMSNorm before each sub-layer keeps gradients stable across 12 layers.",
+        "在每个子层之前做 RMSNorm，能让梯度稳定地穿过 12 层。",
+    ),
+    formula=r"\frac{\|\partial L / \partial x_0\|}{\|\partial L / \partial y\|} \approx "
+    r"\frac{\sqrt{1 + 1.5 L}}{\sqrt{1 + 1.5 L}} = 1",
+    finding=Words(
+        "At the start it does: through 12 layers a gradient keeps {pre:.2f} of its norm, without norms it grows "
+        "{none:.0f}-fold. But norms after each sub-layer keep it as well ({post:.2f}): only training tells them apart.",
+        "初始时确实如此：穿过 12 层后梯度范数为原来的 {pre:.2f} 倍，没有归一化则增大到 {none:.0f} 倍。"
+        "但归一化放在子层之后同样能保持（{post:.2f}）；两者的差别要靠训练来看。",
+    ),
+    uses=(apply_stack, init_stack, norm),
+)
+
+
+@c05.quick
+def across_twelve() -> Numbers:
+    rms_normed = ONE_TOKEN.replace(norm="rmsnorm")
+    for placement, config, want, text in (
+        ("pre", rms_normed, 1.0, Words("RMSNorm before", "RMSNorm 在前")),
+        ("post", rms_normed, 1.0, Words("RMSNorm after", "RMSNorm 在后")),
+        ("none", ONE_TOKEN, 3.0**6, Words("no norms", "无归一化")),
+    ):
+        found = passes(config.replace(norm_placement=placement))[12]
+        label = Words(f"‖dL/dx‖/‖dL/dy‖ of 12 layers, {text.en}", f"12 层的 ‖dL/dx‖/‖dL/dy‖，{text.zh}")
+        yield foreseen(placement, label, found.gain, want)
+
+
+c06 = chapter.claim(
+    "C06",
+    "S0 §4 (title)",
+    Verdict.GAP,
+    Words("SiLU is smooth (the title says so, nothing follows).", "SiLU 是平滑的（仅见于标题，正文没有下文）。"),
+    formula=r"\mathrm{SiLU}(x) = x\, \sigma(x),\quad \min = x_m + 1,\quad x_m = -1 - W(1/e)",
+    finding=Words(
+        "It is: its derivative is ½ on both sides of 0, where ReLU's jumps by {relu:.2f}. It is not monotone: its least "
+        "value is {least:.5f}, at {where:.3f}.",
+        "确实平滑：0 两侧的导数都是 ½，而 ReLU 的导数在此跳变 {relu:.2f}。它并不单调：最小值 {least:.5f}，"
+        "位于 {where:.3f}。",
+    ),
+    uses=(ffn,),
+)
+
+
+def activation(kind: str, x: jax.Array) -> jax.Array:
+    """The library's feed-forward net of width 1 with weights 1: the activation alone, of numbers [T]."""
+    one = jnp.ones((1, 1))
+    config = Config(d_model=1, num_heads=1, d_ff=1, ffn=kind, ffn_bias=False, positions="none")
+    return ffn(FFN(one, one, None, None, None, None), x[None, :, None], config, Hyper())[0, :, 0]
+
+
+@c06.quick
+def smooth() -> Numbers:
+    x = np.linspace(-3, 3, 60_001, dtype=np.float32)
+    y = np.asarray(activation("silu", jnp.asarray(x)))
+    yield near("least", Words("least value", "最小值"), y.min(), -0.2784645428, 1e-7, "float32")
+    # The bottom is flat: float32 tells values apart from 5e-4 on.
+    yield near("where", Words("where", "所在位置"), x[y.argmin()], -1.2784645428, 2e-3, "float32")
+    near_zero = jnp.array([-1e-3, 1e-3])
+    for kind, jump in (("silu", 1e-3), ("relu", 1.0)):
+        left, right = jax.grad(lambda x, kind=kind: jnp.sum(activation(kind, x)))(near_zero)
+        label = Words(f"{kind}'(0.001) − {kind}'(−0.001)", f"{kind}'(0.001) − {kind}'(−0.001)")
+        yield near(kind, label, right - left, jump, 1e-6, "float32")
+
+
+c07 = chapter.claim(
+    "C07",
+    "S1 §4.3",
+    Verdict.IMPRECISE,
+    Words(
+        "Every layer has a residual connection and LayerNorm, which pulls activations back to mean 0 and variance 1.",
+        "每一层都有残差连接和 LayerNorm，后者把激活值拉回均值 0、方差 1。",
+    ),
+    formula=r"\mathrm{Var}(x_L) = 1 + 1.5 L \text{ (pre-norm)},\quad 1 \text{ (post-norm)}",
+    finding=Words(
+        "Before γ and β, and up to ε: with γ = 2 and β = 1 they have mean {mean:.2f} and variance {var:.2f}. With the "
+        "norm before the sub-layers the stream itself is not normalised: its variance grows by 1.5 a layer, to "
+        "{pre24:.1f} after 24; after them, it stays {post24:.2f}.",
+        "这是乘 γ、加 β 之前的情形，且有 ε 之差：γ = 2、β = 1 时均值为 {mean:.2f}，方差为 {var:.2f}。"
+        "归一化在子层之前时，残差流本身并未归一化：方差每层增加 1.5，24 层后为 {pre24:.1f}；放在子层之后则保持 {post24:.2f}。",
+    ),
+    uses=(norm, apply_stack, init_stack),
+)
+
+
+@c07.quick
+def pulled_back() -> Numbers:
+    config, x = settings("layernorm"), 3 * draws(1, 1, 50, 64) + 5
+    y = np.asarray(norm(Norm(jnp.full(64, 2.0), jnp.ones(64)), jnp.asarray(x), config), np.float64)
+    yield near("mean", Words("mean with β = 1", "β = 1 时的均值"), y.mean(), 1.0, 1e-6, "float32")
+    yield near("var", Words("variance with γ = 2", "γ = 2 时的方差"), y.var(axis=-1).mean(), 4.0, 1e-5, "float32")
+    depths, lines = (2, 6, 12, DEEP), {}
+    for placement, text in (("pre", Words("norm before", "归一化在前")), ("post", Words("norm after", "归一化在后"))):
+        squares = passes(ONE_TOKEN.replace(norm_placement=placement))[DEEP].squares
+        lines[placement] = (list(range(DEEP + 1)), list(squares.mean(axis=0)))
+        for L in depths:
+            label = Words(f"mean square after {L} layers, {text.en}", f"{L} 层后的均方，{text.zh}")
+            yield foreseen(f"{placement}{L}", label, squares[:, L], 1 + ADDED * L if placement == "pre" else 1.0)
+    caption = Words("Mean square of the residual stream.", "残差流的均方。")
+    yield Curves(caption, "L", "E[x²]", lines, log_y=True)
+
+
+c08 = chapter.claim(
+    "C08",
+    "S1 §4.3, S2 §7",
+    Verdict.CONDITIONAL,
+    Words(
+        "Without residual connections and norms, gradients grow or decay exponentially with the number of layers.",
+        "若没有残差连接和归一化，梯度会随层数指数式地增大或衰减。",
+    ),
+    formula=r"\frac{\|\partial L / \partial x_0\|}{\|\partial L / \partial x_L\|} \approx "
+    r"\left(\frac{g^2}{2}\right)^{L/2}",
+    finding=Words(
+        "It depends on how the weights are drawn. A chain of ReLU nets multiplies the gradient by {g1:.2f} a layer if "
+        "they have variance 1/fan-in, by {g2:.2f} with twice that in the first of each pair (He), by {g4:.2f} with "
+        "four times. A residual connection alone makes it worse: {none:.2f} a layer; with norms, {pre:.3f}.",
+        "取决于权重如何初始化：ReLU 网络串联时，权重方差取 1/fan-in 则每层乘以 {g1:.2f}，"
+        "每对中第一个矩阵的方差加倍（He）则为 {g2:.2f}，取四倍则为 {g4:.2f}。单有残差连接反而更糟：每层 {none:.2f} 倍；再加归一化则为 {pre:.3f}。",
+    ),
+    uses=(ffn, init_ffn, apply_stack, init_stack),
+)
+
+
+@c08.quick
+def by_initialisation() -> Numbers:
+    for name, gain in (("g1", 1.0), ("g2", 2**0.5), ("g4", 2.0)):
+        label = Words(
+            f"factor a layer, first variance {gain**2:.0f}/fan-in", f"每层的倍数，首个矩阵方差 {gain**2:.0f}/fan-in"
+        )
+        yield foreseen(name, label, chain("relu", gain), gain * 0.5**0.5)
+    for placement, want, text in (
+        ("none", 3**0.5, Words("residual without norms", "有残差，无归一化")),
+        ("pre", 1.0, Words("residual and norms", "残差加归一化")),
+    ):
+        gain = passes(ONE_TOKEN.replace(norm_placement=placement))[DEEP].gain
+        yield foreseen(
+            placement, Words(f"factor a layer, {text.en}", f"每层的倍数，{text.zh}"), gain ** (1 / DEEP), want
+        )
+
+
+c09 = chapter.claim(
+    "C09",
+    "S2 §7, S2 §7.1",
+    Verdict.OVERCLAIM,
+    Words(
+        "With LayerNorm after each residual sum, training stays stable however deep the model is.",
+        "在每次残差相加之后做 LayerNorm，层数再深训练也能保持稳定。",
+    ),
+    formula=r"\mathrm{Output} = \mathrm{LayerNorm}(x + \mathrm{Sublayer}(x))",
+    finding=Words(
+        "Of this placement the last layers' gradients do not shrink with depth: from 12 to 24 layers they become "
+        "{post:.2f} times smaller, with norms before the sub-layers {pre:.2f} times, as 1/√L. A rate that suits a "
+        "shallow model is then too large for a deep one, which is what warm-up is for.",
+        "采用这种位置时，最后几层的梯度不随深度变小：从 12 层到 24 层只缩小到 1/{post:.2f}；归一化在子层之前时则缩小到 "
+        "1/{pre:.2f}，即按 1/√L。因此适合浅层模型的学习率对深层模型过大，这正是预热的作用。",
+    ),
+    uses=(apply_stack, init_stack, norm),
+)
+
+
+@c09.quick
+def last_gradients() -> Numbers:
+    lines = {}
+    for placement, want, text in (
+        ("post", 1.0, Words("norm after", "归一化在后")),
+        ("pre", ((1 + ADDED * DEEP) / (1 + ADDED * 12)) ** 0.5, Words("norm before", "归一化在前")),
+    ):
+        found = passes(ONE_TOKEN.replace(norm_placement=placement))
+        label = Words(f"last layer's ‖g‖, L = 12 over 24, {text.en}", f"末层 ‖g‖，L = 12 与 24 之比，{text.zh}")
+        yield foreseen(placement, label, found[12].last / found[DEEP].last, want)
+        label = Words(
+            f"‖g‖ of the first layer over the last, L = 24, {text.en}", f"首层与末层 ‖g‖ 之比，L = 24，{text.zh}"
+        )
+        yield shown(f"{placement}_ratio", label, np.mean(found[DEEP].first / found[DEEP].last), "float32")
+        lines[placement] = (list(found), [float(np.mean(one.last)) for one in found.values()])
+    caption = Words("Norm of the last layer's gradient by depth.", "末层梯度的范数随深度的变化。")
+    yield Curves(caption, "L", "‖g‖", lines, log_x=True, log_y=True)
+
+
+c10 = chapter.claim(
+    "C10",
+    "S1 §4.3, S2 §7.1",
+    Verdict.CONDITIONAL,
+    Words(
+        "A residual connection gives gradients a direct way to the first layers.", "残差连接让梯度能沿捷径直达浅层。"
+    ),
+    formula=r"\frac{\partial L}{\partial x} = \frac{\partial L}{\partial y} (I + F'(x))",
+    finding=Words(
+        "With norms before the sub-layers, where the direct part is divided once, by the final norm: {pre4:.2f} of it "
+        "is left after 4 layers, as 1/√(1 + 1.5 L). After each sum the norm's own Jacobian stands in the way, two a "
+        "layer: {post4:.2f} is left, as 3^(−L/2).",
+        "归一化在子层之前时成立：直通部分只被最后的归一化除一次，4 层后还剩 {pre4:.2f}，即 1/√(1 + 1.5 L)。"
+        "放在相加之后，每层有两个归一化的雅可比矩阵挡在路上：4 层后只剩 {post4:.2f}，即 3^(−L/2)。",
+    ),
+    uses=(apply_stack, init_stack, norm),
+)
+
+
+@c10.quick
+def direct_path() -> Numbers:
+    x, g = rows()
+    for placement, text in (("pre", Words("norm before", "归一化在前")), ("post", Words("norm after", "归一化在后"))):
+        found = passes(ONE_TOKEN.replace(norm_placement=placement))
+        for L in (4, 1, 2):
+            want = (1 + ADDED * L) ** -0.5 if placement == "pre" else 3 ** (-L / 2)
+            label = Words(f"direct part of dL/dx, {L} layers, {text.en}", f"dL/dx 的直通部分，{L} 层，{text.zh}")
+            yield foreseen(f"{placement}{L}", label, found[L].direct, want)
+    for placement in ("pre", "post"):
+        gap = np.max(np.abs(through_nothing(placement, 3 * x, g) - expected_of_nothing(placement, 3 * x, g)))
+        label = Words(f"max |Δ dL/dx| where F = 0, {placement}-norm", f"F = 0 时 dL/dx 的误差，{placement}-norm")
+        yield at_most(f"{placement}0", label, gap, 0.0 if placement == "pre" else 2e-6, "float32")
+
+
+def through_nothing(placement: str, x: np.ndarray, g: np.ndarray) -> np.ndarray:
+    """dL/dx of a layer whose sub-layers give 0, for dL/dy = g; no norm after the stack."""
+    config = ONE_TOKEN.replace(norm_placement=placement)
+    first = jax.tree.map(lambda leaf: leaf[:, 0], stacks(config).layers)
+    silent = dataclasses.replace(
+        first,
+        attention=dataclasses.replace(first.attention, wo_NHD=0 * first.attention.wo_NHD),
+        ffn=dataclasses.replace(first.ffn, w2_FD=0 * first.ffn.w2_FD),
+    )
+    return np.asarray(layer(config)(silent, every(x), every(g))[1][0])
+
+
+def expected_of_nothing(placement: str, x: np.ndarray, g: np.ndarray) -> np.ndarray:
+    """g itself with norms before; after, LayerNorm's Jacobian twice, in float64."""
+    y, slope, passed = x.astype(np.float64), g.astype(np.float64), []
+    for _ in range(2 if placement == "post" else 0):
+        root = np.sqrt(y.var(axis=-1, keepdims=True) + ONE_TOKEN.norm_epsilon)
+        y = (y - y.mean(axis=-1, keepdims=True)) / root
+        passed.append((y, root))
+    for y, root in reversed(passed):
+        along = np.mean(slope * y, axis=-1, keepdims=True)
+        slope = (slope - slope.mean(axis=-1, keepdims=True) - y * along) / root
+    return slope
+
+
+c11 = chapter.claim(
+    "C11",
+    "S2 §7.2",
+    Verdict.TRUE,
+    Words(
+        "LayerNorm takes mean and variance of a token's coordinates, with 1/d, and ε inside the root; then it scales "
+        "and shifts.",
+        "LayerNorm 对单个词元的各分量求均值与方差（除以 d），ε 在根号内，再做缩放与平移。",
+    ),
+    formula=r"\mathrm{LN}(x) = \frac{x - \mu}{\sqrt{\sigma^2 + \epsilon}} \odot \gamma + \beta,\quad "
+    r"\sigma^2 = \frac{1}{d} \sum_i (x_i - \mu)^2",
+    finding=Words(
+        "Not every implementation does: with the unbiased deviation and ε outside the root, results move by {d8:.3f} "
+        "at d = 8 and by {d512:.4f} at 512.",
+        "并非所有实现都如此：若用无偏标准差且把 ε 放在根号外，d = 8 时结果相差 {d8:.3f}，d = 512 时相差 {d512:.4f}。",
+    ),
+    uses=(norm,),
+)
+
+
+@c11.quick
+def layer_norm() -> Numbers:
+    # Mean 3, variance 14/4; with ε = ½ the root is 2. With 14/3 it would be 2.27, with ε outside 2.37.
+    config = settings("layernorm", 0.5, 4)
+    y = norm(
+        Norm(jnp.array([1.0, 1.0, 1.0, 2.0]), jnp.array([0.0, 0.0, 0.0, 5.0])), jnp.array([[[1.0, 2, 3, 6]]]), config
+    )
+    for name, i, want in (("first", 0, -1.0), ("last", 3, 8.0)):
+        label = Words(f"LN of (1, 2, 3, 6), coordinate {i + 1}, ε = ½", f"(1, 2, 3, 6) 的 LN 第 {i + 1} 分量，ε = ½")
+        yield near(name, label, y[0, 0, i], want, 2e-6, "float32")
+    for d, low, high in ((8, 0.05, 0.3), (512, 0.001, 0.01)):
+        config, x = settings("layernorm", 1e-6, d), 2 * draws(d, 50, d) + 1
+        y = normed(x, config)
+        gap = np.max(np.abs(y - by_hand(x, config)))
+        label = Words(f"max |Δ| to float64 loops, d = {d}", f"与 float64 逐行计算之差，d = {d}")
+        yield at_most(f"loops{d}", label, gap, 5e-6, "float32")
+        other = (x - x.mean(axis=-1, keepdims=True)) / (x.std(axis=-1, keepdims=True, ddof=1) + 1e-6)
+        label = Words(f"max |Δ| to the other way, d = {d}", f"与另一种写法之差，d = {d}")
+        # 1 − √(1 − 1/d) of the largest entry, which is between 1.5 and 5.
+        yield at_least(f"d{d}", label, np.max(np.abs(y - other)), low, "float32")
+        yield at_most(f"below{d}", label, np.max(np.abs(y - other)), high, "float32")
+
+
+c12 = chapter.claim(
+    "C12",
+    "S2 §7.2",
+    Verdict.TRUE,
+    Words(
+        "Normalising each token by itself, unlike over a batch, does not depend on the batch's size or its lengths.",
+        "逐词元归一化与按批次归一化不同，不依赖批次大小，也不依赖其中序列的长度。",
+    ),
+    finding=Words(
+        "A token's output is the same in a batch of 1 and of 64, to {layernorm:.0e}. Statistics over a batch move it "
+        "by {batch:.2f}.",
+        "同一词元在批次为 1 与 64 时输出相同（差 {layernorm:.0e}）；若按批次统计，则变动 {batch:.2f}。",
+    ),
+    uses=(norm,),
+)
+
+
+@c12.quick
+def alone_or_in_a_batch() -> Numbers:
+    params = Norm(jnp.asarray(draws(8, 64)), jnp.asarray(draws(9, 64)))
+    x = draws(7, 64, 10, 64) * np.arange(1, 65, dtype=np.float32)[:, None, None]
+    for kind in ("layernorm", "rmsnorm"):
+        config = settings(kind)
+        of = params if kind == "layernorm" else Norm(params.scale_D, None)
+        many = np.asarray(norm(of, jnp.asarray(x), config))
+        label = Words(f"max |Δ|, batch of 1 or 64, {kind}", f"批次 1 与 64 之差的最大值，{kind}")
+        # Entries are below 8: two of their last places.
+        gap = np.max(np.abs(many[:1] - norm(of, jnp.asarray(x[:1]), config)))
+        yield at_most(kind, label, gap, 2.0**-20, "float32")
+        gap = np.max(np.abs(many[:, :3] - norm(of, jnp.asarray(x[:, :3]), config)))
+        label = Words(f"max |Δ|, rows of 3 or 10 tokens, {kind}", f"长 3 与长 10 之差的最大值，{kind}")
+        yield at_most(f"length_{kind}", label, gap, 2.0**-20, "float32")
+
+    def over_batch(x: np.ndarray) -> np.ndarray:
+        return (x - x.mean(axis=(0, 1))) / np.sqrt(x.var(axis=(0, 1)) + 1e-6)
+
+    gap = np.max(np.abs(over_batch(x[:2])[:1] - over_batch(x)[:1]))
+    yield at_least(
+        "batch", Words("max |Δ|, batch statistics of 2 or 64", "批次统计：2 与 64 之差"), gap, 0.1, "float32"
+    )
+
+
+c13 = chapter.claim(
+    "C13",
+    "S1 §4.3",
+    Verdict.EMPIRICAL,
+    Words(
+        "Gradients used to vanish because of tanh; the Transformer avoids it with ReLU, LayerNorm and residual "
+        "connections.",
+        "tanh 时代梯度消失是常事；Transformer 靠 ReLU、LayerNorm 与残差连接来避免。",
+    ),
+    formula=r"\chi = E[f'(\sqrt{q} z)^2],\quad q \leftarrow E[f(\sqrt{q} z)^2]",
+    finding=Words(
+        "ReLU is not what helps. Through 24 plain nets with weights of variance 1/fan-in, a gradient keeps {tanh:.2f} "
+        "of its norm a layer with tanh, {relu:.2f} with ReLU, {gelu:.2f} with GELU and {silu:.2f} with SiLU. Residuals "
+        "and norms are: with them ReLU keeps {with_norms:.3f}.",
+        "起作用的并不是 ReLU。权重方差为 1/fan-in 的 24 个普通网络串联时，梯度每层保留：tanh {tanh:.2f}、"
+        "ReLU {relu:.2f}、GELU {gelu:.2f}、SiLU {silu:.2f}。起作用的是残差与归一化：有了它们，ReLU 每层保留 "
+        "{with_norms:.3f}。",
+    ),
+    uses=(ffn, init_ffn, apply_stack, init_stack),
+)
+
+NODES, MASS = np.polynomial.hermite_e.hermegauss(100)
+MASS = MASS / MASS.sum()
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    """1 / (1 + e^−x)."""
+    return 1 / (1 + np.exp(-x))
+
+
+def normal_cdf(x: np.ndarray) -> np.ndarray:
+    """Φ(x)."""
+    return np.array([0.5 * math.erfc(-one / math.sqrt(2)) for one in x])
+
+
+def density(x: np.ndarray) -> np.ndarray:
+    """φ(x)."""
+    return np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
+
+
+# f and its derivative.
+FUNCTIONS = {
+    "tanh": (np.tanh, lambda x: 1 / np.cosh(x) ** 2),
+    "relu": (lambda x: np.maximum(x, 0), lambda x: x > 0),
+    "gelu": (lambda x: x * normal_cdf(x), lambda x: normal_cdf(x) + x * density(x)),
+    "silu": (lambda x: x * sigmoid(x), lambda x: sigmoid(x) * (1 + x * (1 - sigmoid(x)))),
+}
+
+
+def moments(kind: str, q: float) -> tuple[float, float]:
+    """E f(√q z)² and E f'(√q z)² of a normal z."""
+    f, slope = FUNCTIONS[kind]
+    z = math.sqrt(q) * NODES
+    return float(MASS @ f(z) ** 2), float(MASS @ slope(z) ** 2)
+
+
+def expected_chain(kind: str) -> float:
+    """The factor a layer of `chain` in the limit of wide nets (Schoenholz et al. 2017)."""
+    q, log = 1.0, 0.0
+    for _ in range(DEEP):
+        q, chi = moments(kind, q)
+        log += math.log(chi)
+    return math.exp(log / 2 / DEEP)
+
+
+def tanh_chain() -> np.ndarray:
+    """As `chain`, of tanh, which the library does not have: float64 [SEEDS]."""
+    out, (x, g) = [], rows()
+    for seed in range(SEEDS):
+        draw = np.random.default_rng(seed)
+        y, slope, nets = x[:, 0].astype(np.float64), g[:, 0].astype(np.float64), []
+        for _ in range(DEEP):
+            a = draw.standard_normal((ONE_TOKEN.D, ONE_TOKEN.F)) / math.sqrt(ONE_TOKEN.D)
+            b = draw.standard_normal((ONE_TOKEN.F, ONE_TOKEN.D)) / math.sqrt(ONE_TOKEN.F)
+            hidden = np.tanh(y @ a)
+            nets.append((a, b, 1 - hidden**2))
+            y = hidden @ b
+        for a, b, bent in reversed(nets):
+            slope = (slope @ b.T * bent) @ a.T
+        out.append(np.linalg.norm(slope) / np.linalg.norm(g))
+    return np.array(out) ** (1 / DEEP)
+
+
+@c13.quick
+def activations() -> Numbers:
+    for kind in ("relu", "gelu", "silu", "tanh"):
+        label = Words(f"factor a layer without residual and norm, {kind}", f"无残差与归一化时每层的倍数，{kind}")
+        yield foreseen(kind, label, tanh_chain() if kind == "tanh" else chain(kind), expected_chain(kind))
+    gain = passes(ONE_TOKEN)[DEEP].gain ** (1 / DEEP)
+    label = Words("with residual and norms before, relu", "有残差、归一化在前，relu")
+    yield foreseen("with_norms", label, gain, 1.0)
+
+
+c14 = chapter.claim(
+    "C14",
+    "S0 §4.1, S3 §4.1",
+    Verdict.TRUE,
+    Words(
+        "As RMSNorm ignores the length of x, its Jacobian maps x to 0, and at cx it is 1/c of that at x.",
+        "RMSNorm 与 x 的长度无关，因此其雅可比矩阵把 x 映为 0，且在 cx 处是 x 处的 1/c。",
+    ),
+    formula=r"J x = 0,\quad J(c x) = \frac{1}{c} J(x),\quad J = \frac{\mathrm{diag}(\gamma)}{r}"
+    r"\left(I - \frac{x x^\top}{d\, r^2}\right)",
+    finding=Words(
+        "For ε = 0. From the left x gives 0 only where γ is constant: with a random γ, ‖xᵀJ‖ is {left:.2f}.",
+        "须 ε = 0。从左边乘时，只有 γ 为常数才有 xᵀJ = 0：γ 随机时 ‖xᵀJ‖ 为 {left:.2f}。",
+    ),
+    uses=(rms,),
+)
+
+
+@c14.quick
+def jacobian() -> Numbers:
+    d = 16
+    x, scale = draws(10, d), draws(11, d)
+    slopes = jax.jit(jax.jacrev(lambda x, scale: rms(x, scale, 0.0)))
+    J = np.asarray(slopes(x, scale), np.float64)
+    wide, r2 = x.astype(np.float64), np.mean(np.square(x.astype(np.float64)))
+    want = np.diag(scale) @ (np.eye(d) - np.outer(wide, wide) / (d * r2)) / math.sqrt(r2)
+    yield at_most(
+        "formula", Words("max |J − its formula|", "max |J − 公式|"), np.max(np.abs(J - want)), 1e-6, "float32"
+    )
+    yield at_most("right", Words("max |J x|", "max |J x|"), np.max(np.abs(J @ wide)), 2e-6, "float32")
+    gap = np.max(np.abs(4 * np.asarray(slopes(4 * x, scale)) - J))
+    yield at_most("scaled", Words("max |4 J(4x) − J(x)|", "max |4 J(4x) − J(x)|"), gap, 1e-6, "float32")
+    even = np.asarray(slopes(x, np.ones(d, np.float32)), np.float64)
+    yield at_most(
+        "even", Words("max |xᵀ J| with γ = 1", "γ = 1 时的 max |xᵀ J|"), np.max(np.abs(wide @ even)), 2e-6, "float32"
+    )
+    yield at_least(
+        "left", Words("‖xᵀ J‖ with a random γ", "γ 随机时的 ‖xᵀ J‖"), np.linalg.norm(wide @ J), 0.1, "float32"
+    )

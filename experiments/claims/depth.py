@@ -1,0 +1,148 @@
+"""How signals and gradients pass through a stack: the library's layers one by one, for claims about depth.
+
+With one token a row attention is a product of two matrices. Of a unit input it adds variance 1, a ReLU net ½ (the
+library draws weights of variance 1/fan-in), and in the backward pass they multiply squared gradients by the same: so
+what a stack does at the start can be said beforehand, up to terms of 1/D.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.claims.record import Number, Words, near
+from transformer_jax import masks
+from transformer_jax.config import Config, Hyper
+from transformer_jax.ffn import FFN, ffn, init_ffn
+from transformer_jax.layers import Layer, Stack, apply_stack, init_stack
+from transformer_jax.norms import norm
+
+Through = Callable[[Layer, jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
+
+DEPTHS = (1, 2, 4, 6, 12, 24)
+DEEP = DEPTHS[-1]
+SEEDS = 6
+ADDED = 1.5  # variance that a layer adds to a unit stream
+ONE_TOKEN = Config(d_model=64, num_heads=1, d_ff=128, ffn="relu", positions="none")
+
+
+@dataclasses.dataclass(frozen=True)
+class Passed:
+    """What stacks of L layers did to an input x, a value a seed [SEEDS].
+
+    gain: ‖dL/dx‖/‖g‖ for the gradient g of the output, after a final norm where there is one. direct: dL/dx·g/‖g‖².
+    first, last: norms of the gradients of the first and the last layer's parameters. squares [SEEDS, L + 1]: mean
+    square of the stream before the first layer and after each.
+    """
+
+    gain: np.ndarray
+    direct: np.ndarray
+    first: np.ndarray
+    last: np.ndarray
+    squares: np.ndarray
+
+
+def rows(count: int = 32) -> tuple[np.ndarray, np.ndarray]:
+    """An input and a gradient of unit normals, [count, 1, D] each."""
+    x, g = np.random.default_rng(0).standard_normal((2, count, 1, ONE_TOKEN.D), dtype=np.float32)
+    return x, g
+
+
+def seeds() -> jax.Array:
+    """SEEDS keys."""
+    return jax.random.split(jax.random.key(0), SEEDS)
+
+
+def every(x: np.ndarray) -> jax.Array:
+    """x for each seed: [SEEDS, …]."""
+    return jnp.broadcast_to(x, (SEEDS, *x.shape))
+
+
+@functools.cache
+def layer(config: Config) -> Through:
+    """A program (layer, x, dL/dy) -> (y, dL/dx, norm of the layer's own gradient), each with a leading SEEDS."""
+
+    def forward(layer: Layer, x: jax.Array) -> jax.Array:
+        stack = Stack(jax.tree.map(lambda leaf: leaf[None], layer), None)
+        places = jnp.zeros((1, 1), jnp.int32)
+        return apply_stack(stack, x, config, Hyper(), mask=masks.causal(), positions_BT=places)[0]
+
+    def of_one(layer: Layer, x: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        y, back = jax.vjp(forward, layer, x)
+        of_layer, of_x = back(g)
+        return y, of_x, jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(of_layer)))
+
+    return jax.jit(jax.vmap(of_one))
+
+
+def stacks(config: Config) -> Stack:
+    """SEEDS stacks of DEEP layers, as the library draws them; NumPy arrays, whose slices need no program each."""
+    drawn = jax.vmap(lambda key: init_stack(key, config, DEEP, cross=False))(seeds())
+    return jax.tree.map(np.asarray, drawn)
+
+
+@functools.cache
+def passes(config: Config) -> dict[int, Passed]:
+    """depth -> what stacks of the library's layers do to `rows`; a shallow stack is the beginning of a deep one.
+
+    Layer by layer, so that one small program does for all depths.
+    """
+    through, drawn = layer(config), stacks(config)
+    layers = [jax.tree.map(lambda leaf, i=i: leaf[:, i], drawn.layers) for i in range(DEEP)]
+    x, g = (every(one) for one in rows())
+    xs = [x]
+    for one in layers:
+        xs.append(through(one, xs[-1], g)[0])
+    squares = np.array([np.mean(np.square(one), axis=(1, 2, 3)) for one in xs], np.float64).T
+    given, found = np.asarray(g[0], np.float64).ravel(), {}
+    for depth in DEPTHS:
+        slope, sizes = g, []
+        if drawn.final_norm is not None:  # of scale 1 and bias 0 in every seed
+            last = jax.tree.map(lambda leaf: leaf[0], drawn.final_norm)
+            flat = xs[depth].reshape(-1, *x.shape[2:])
+            slope = jax.vjp(lambda x, last=last: norm(last, x, config), flat)[1](g.reshape(flat.shape))[0]
+            slope = slope.reshape(g.shape)
+        for i in reversed(range(depth)):
+            _, slope, size = through(layers[i], xs[i], slope)
+            sizes.append(np.asarray(size, np.float64))
+        total = np.asarray(slope, np.float64).reshape(SEEDS, -1)
+        gain = np.linalg.norm(total, axis=1) / np.linalg.norm(given)
+        found[depth] = Passed(gain, total @ given / (given @ given), sizes[-1], sizes[0], squares[:, : depth + 1])
+    return found
+
+
+@functools.cache
+def nets(kind: str) -> Callable[[FFN], jax.Array]:
+    """A program: feed-forward nets of a kind, stacked [DEEP, …] -> ‖dL/dx‖ through all of them, for `rows`."""
+    config, (x, g) = ONE_TOKEN.replace(ffn=kind), rows()
+
+    def forward(x: jax.Array, net: FFN) -> tuple[jax.Array, None]:
+        return ffn(net, x, config, Hyper()), None
+
+    def size(chain: FFN) -> jax.Array:
+        slope = jax.vjp(lambda x: jax.lax.scan(forward, x, chain)[0], jnp.asarray(x))[1](jnp.asarray(g))[0]
+        return jnp.linalg.norm(slope)
+
+    return jax.jit(size)
+
+
+def chain(kind: str, gain: float = 1.0) -> np.ndarray:
+    """(‖dL/dx‖/‖dL/dy‖)^(1/DEEP) through DEEP of the library's feed-forward nets, no residual and no norm: [SEEDS].
+
+    gain: a factor on the first matrix of each.
+    """
+    config, norms = ONE_TOKEN.replace(ffn=kind), []
+    for key in seeds():
+        drawn = jax.vmap(lambda key: init_ffn(key, config))(jax.random.split(key, DEEP))
+        norms.append(float(nets(kind)(dataclasses.replace(drawn, w1_DF=gain * drawn.w1_DF))))
+    return (np.array(norms) / np.linalg.norm(rows()[1])) ** (1 / DEEP)
+
+
+def foreseen(name: str, label: Words, values: np.ndarray, predicted: float) -> Number:
+    """The mean over seeds, within five standard errors, and 4/D of it, of what is predicted."""
+    error = 5 * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    return near(name, label, np.mean(values), predicted, error + 4 / ONE_TOKEN.D * abs(predicted), "float32")
