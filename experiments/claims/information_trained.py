@@ -19,7 +19,6 @@ from experiments.claims.record import Numbers, Words, shown
 from experiments.program import run_key
 from experiments.stats import best_setting
 from experiments.workdir import read_json, write_json
-from transformer_jax import sharding
 from transformer_jax.batch import Batch
 from transformer_jax.config import Config, Hyper, to_dict
 from transformer_jax.data import make_task
@@ -43,7 +42,6 @@ STUDENT = Config(
     steps=400,
     scan_unroll=0,
 )
-METRICS = ("forward", "reverse", "entropy")
 Scores = dict[str, dict[str, list[list[float]]]]  # direction -> split_metric -> [rates][seeds]
 
 
@@ -54,8 +52,8 @@ def against(config: Config, table: jax.Array, batch: Batch) -> tuple[jax.Array, 
     return jnp.log(table)[before, batch.tokens_BT], known.astype(jnp.float32)
 
 
-def students(config: Config, direction: str, seeds: int, rates: tuple[float, ...] = RATES) -> dict[str, jax.Array]:
-    """Train every rate with every seed: split_metric -> [rates, seeds], a mean over the split's predictions."""
+def students(config: Config, direction: str, seeds: int) -> dict[str, jax.Array]:
+    """Train every one of RATES with every seed: split_metric -> [rates, seeds], a mean over the split's predictions."""
     task, table = make_task(config), jnp.asarray(chain_of(config), jnp.float32)
 
     def one(rate: jax.Array, key: jax.Array) -> dict[str, jax.Array]:
@@ -95,7 +93,7 @@ def students(config: Config, direction: str, seeds: int, rates: tuple[float, ...
 
     keys = jnp.stack([run_key(seed) for seed in range(seeds)])
     return jax.jit(lambda rates: jax.lax.map(lambda rate: jax.lax.map(lambda key: one(rate, key), keys), rates))(
-        jnp.asarray(rates)
+        jnp.asarray(RATES)
     )
 
 
@@ -122,7 +120,6 @@ def chosen(scores: Mapping[str, list[list[float]]], metric: str) -> list[float]:
 
 def directions(folder: Path, config: Config = STUDENT, seeds: int = SEEDS) -> Numbers:
     """Each direction against the other in both divergences, each at the rate that is best for what is compared."""
-    sharding.use_cpu_cores()
     scores = asked(config, seeds, folder)
     gap = {(by, metric): chosen(scores[by], metric) for by in DISTILLATIONS for metric in ("forward", "reverse")}
     label = Words("KL(teacher‖student), trained by it − by the reverse", "KL(教师‖学生)：按它训练 − 按反向训练")
