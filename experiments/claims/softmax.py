@@ -135,10 +135,11 @@ f03 = chapter.claim(
         "2 与 −1 的权重为 2 与 −1，1 与 −1 则要除以 0；若只保留正分，全负的一行权重总和为 {none:.0f}。",
     ),
     learned=Words(
-        "Trained at each one's best rate: {softmax:.3f} nats with softmax, {relu:.3f} with the linear normaliser kept "
-        "to positive scores, {sigmoid:.3f} with sigmoids, {entmax15:.3f} with 1.5-entmax.",
-        "各取最佳学习率训练后：softmax {softmax:.3f} nat，只保留正分的线性归一化 {relu:.3f}，"
-        "sigmoid {sigmoid:.3f}，1.5-entmax {entmax15:.3f}。",
+        "Trained to recall what followed a symbol, each at its best rate: {softmax:.2f} nats with softmax, {relu:.2f} "
+        "with positive scores divided by their sum (p of the difference {relu_p:.2g}), {sigmoid:.2f} with sigmoids, "
+        "{entmax15:.2f} with 1.5-entmax.",
+        "训练模型回忆某符号之后出现过什么，各取最佳学习率：softmax {softmax:.2f} nat，"
+        "正分除以总和 {relu:.2f}（差异的 p 值 {relu_p:.2g}），sigmoid {sigmoid:.2f}，1.5-entmax {entmax15:.2f}。",
     ),
     uses=(masked_softmax, masked_relu, masked_sigmoid, entmax15),
 )

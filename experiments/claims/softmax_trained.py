@@ -1,20 +1,173 @@
 """Chapter F's trainings: normalisers (F03), text at temperatures (F06), answers at temperatures (F07)."""
 
+import math
 from pathlib import Path
+from typing import Any
 
-from experiments.claims.record import Numbers
+import jax
+import numpy as np
+
+from experiments import temperature, tempering
+from experiments import trained as models_of
+from experiments.claims.paired import lower
+from experiments.claims.record import Curves, Numbers, Words, at_most, shown
+from experiments.claims.training import arms, compared, mean, trained
+from experiments.grid import Arm, Run
+from experiments.sweep import Question
+from transformer_jax import keys
+from transformer_jax.config import Config, Hyper
+from transformer_jax.data import make_task
+from transformer_jax.data.markov import ORDER
+
+SEEDS = 6
+RATES = (1e-3, 3e-3, 1e-2)
+
+# --- F03 ----------------------------------------------------------------------------
+
+KINDS = ("softmax", "relu", "sigmoid", "entmax15")
+RECALLING = Config(
+    task="induction", vocab_size=32, d_model=64, num_heads=2, num_layers=2, d_ff=128, seq_len=32, batch_size=8,
+    steps=900, scan_unroll=0,
+)  # fmt: skip
+CHANCE = math.log(RECALLING.V - 3)  # three ids are no symbols
+NORMALISERS = Question(
+    name="claim_F03",
+    title="How do the normalisers of attention compare?",
+    arms=tuple(Arm(kind, RECALLING.replace(normaliser=kind), Hyper()) for kind in KINDS),
+    learning_rates=(1.5e-3, 3e-3, 6e-3),
+    comparisons=tuple((kind, "softmax") for kind in KINDS[1:]),
+)
+NAMES = {"softmax": "softmax", "relu": "线性（正分）", "sigmoid": "sigmoid", "entmax15": "1.5-entmax"}
 
 
 def normalisers(folder: Path) -> Numbers:
-    """To come."""
-    return []
+    """Each normaliser at its own best rate on a task that nothing but attention solves."""
+    found, _ = trained(NORMALISERS, SEEDS, folder)
+    by_name = arms(found)
+    for kind in KINDS:
+        zh, ends = NAMES[kind], by_name[kind]["metrics"]["report_loss"]["ci95"]
+        label = Words(f"{kind}, upper end of the 95% interval of the loss", f"{zh}：损失的 95% 区间上端")
+        # All that is judged is that each learns; guessing among all symbols costs CHANCE.
+        yield at_most(f"{kind}_works", label, float("nan") if ends is None else ends[1], CHANCE, "float32")
+        label = Words(f"loss, {kind}, nats", f"损失（{zh}），nat")
+        yield shown(kind, label, mean(by_name[kind], "report_loss"), "float32")
+        lost = len(by_name[kind]["diverged"])
+        yield shown(f"{kind}_lost", Words(f"runs that diverged, {kind}", f"发散的训练次数（{zh}）"), lost)
+        if kind != "softmax":
+            row = compared(found, kind, "softmax")
+            difference = float("nan") if row["difference"] is None else row["difference"]
+            yield shown(f"{kind}_more", Words(f"{kind} − softmax", f"{zh} − softmax"), difference, "float32")
+            p = float("nan") if row["p_adjusted"] is None else row["p_adjusted"]
+            yield shown(f"{kind}_p", Words(f"{kind} against softmax, p", f"{zh} 与 softmax 之比较，p 值"), p)
+
+
+# --- F06 ----------------------------------------------------------------------------
+
+WRITERS = Question(
+    name="claim_F06",
+    title="What do models write at each temperature?",
+    arms=(Arm("writer", temperature.BASE.replace(steps=400), Hyper()),),
+    learning_rates=(2e-3, 6e-3, 1.8e-2),
+    comparisons=(),
+)
+
+
+def trained_models(question: Question, seeds: int, folder: Path) -> list[models_of.Model]:
+    """The models of the only arm at its best rate, one a seed; those that diverged are left out."""
+    arm = trained(question, seeds, folder)[0]["arms"][0]
+    every, losses = models_of.models(folder), arm["metrics"]["report_loss"]["per_seed"]
+    return [every[Run(0, arm["best_learning_rate"], seed)] for seed, loss in enumerate(losses) if loss is not None]
 
 
 def writing(folder: Path) -> Numbers:
-    """To come."""
-    return []
+    """Samples of models of a Markov chain at temperatures, held to the chain."""
+    judged = []
+    for seed, model in enumerate(trained_models(WRITERS, SEEDS, folder)):
+        rows = temperature.held_out(model.config)
+        samples = temperature.write(
+            model, rows[: temperature.SAMPLES, :ORDER], keys.named(jax.random.key(seed), "samples")
+        )
+        judged.append(temperature.judge(model, samples))
+
+    def of(T: float, metric: str) -> list[float | None]:
+        at = temperature.OF_SAMPLES.index(T)
+        return [rows[at][metric] for rows in judged]
+
+    repeats, cost = "repetition_4", "generator_nats"
+    label = Words("4-grams repeated, T = 1 − T = 0", "重复的 4-gram 比例，T = 1 − T = 0")
+    yield from lower("mechanical", label, of(1.0, repeats), of(0.0, repeats))
+    label = Words("nats under the chain, T = 0.5 − T = 1", "在链下的代价，T = 0.5 − T = 1")
+    yield from lower("stable", label, of(0.5, cost), of(1.0, cost))
+    label = Words("nats under the chain, T = 1 − T = 1.5", "在链下的代价，T = 1 − T = 1.5")
+    yield from lower("loose", label, of(1.0, cost), of(1.5, cost))
+    for T in temperature.OF_SAMPLES:
+        name = f"{T:g}".replace(".", "")
+        label = Words(f"4-grams repeated, T = {T:g}", f"T = {T:g} 时重复的 4-gram 比例")
+        yield shown(f"repeat{name}", label, np.mean(np.array(of(T, repeats))), "float32")
+        label = Words(f"nats a symbol under the chain, T = {T:g}", f"T = {T:g} 时每符号在链下的代价")
+        yield shown(f"cost{name}", label, np.mean(np.array(of(T, cost))), "float32")
+
+
+# --- F07 ----------------------------------------------------------------------------
+
+OF_ANSWERS = (0.0, 0.1, 0.4, 0.8, 1.0, 1.2, 2.0)
+SUMS = Question(
+    name="claim_F07",
+    title="How often is an answer right at each temperature?",
+    arms=(
+        Arm(
+            "sums",
+            Config(task="modular", vocab_size=27, d_model=32, num_heads=2, num_layers=2, seq_len=31, batch_size=8,
+                   steps=300, scan_unroll=0),
+            Hyper(),
+        ),
+    ),
+    learning_rates=RATES,
+    comparisons=(),
+)  # fmt: skip
+
+
+def answers(model: models_of.Model) -> tuple[np.ndarray, np.ndarray]:
+    """(chance of the right answer, calibration error) at each temperature, over the reported split: [temperatures].
+
+    Drawing one token is right with the probability of the right one: no draw is needed.
+    """
+    task = make_task(model.config)
+    batches = jax.jit(jax.vmap(lambda i: task.eval_batch(task.data, "report", i)))(
+        np.arange(task.eval_batches["report"])
+    )
+    T = model.config.seq_len
+    tokens, targets, weights = (
+        np.asarray(x).reshape(-1, T) for x in (batches.tokens_BT, batches.targets_BT, batches.weights_BT)
+    )
+    logits, asked = temperature.logits_of(model, tokens)[weights > 0], targets[weights > 0]
+    rows = [tempering.log_probabilities(logits, t) for t in OF_ANSWERS]
+    right = [np.exp(logp[np.arange(len(asked)), asked]).mean() for logp in rows]
+    return np.array(right), np.array([tempering.reliability(logp, asked).error for logp in rows])
 
 
 def answering(folder: Path) -> Numbers:
-    """To come."""
-    return []
+    """Sums modulo a prime: one answer is right, and its chance at each temperature is known without drawing."""
+    found = [answers(model) for model in trained_models(SUMS, SEEDS, folder)]
+    right, error = (np.array(x) for x in zip(*found, strict=True))  # [seeds, temperatures]
+    at = {T: i for i, T in enumerate(OF_ANSWERS)}
+
+    def of(values: np.ndarray, T: float) -> list[Any]:
+        return values[:, at[T]].tolist()
+
+    label = Words("right, T = 0.8 − T = 0.1", "答对率，T = 0.8 − T = 0.1")
+    yield from lower("general", label, of(right, 0.8), of(right, 0.1))
+    label = Words("right, T = 1.2 − T = 0.8", "答对率，T = 1.2 − T = 0.8")
+    yield from lower("hot", label, of(right, 1.2), of(right, 0.8))
+    label = Words("calibration error, T = 1 − T = 0.1", "校准误差，T = 1 − T = 0.1")
+    yield from lower("calibrated", label, of(error, 1.0), of(error, 0.1))
+    for T in OF_ANSWERS:
+        name = f"{T:g}".replace(".", "")
+        yield shown(
+            f"right{name}", Words(f"right, T = {T:g}", f"T = {T:g} 时的答对率"), right[:, at[T]].mean(), "float32"
+        )
+        label = Words(f"calibration error, T = {T:g}", f"T = {T:g} 时的校准误差")
+        yield shown(f"ece{name}", label, error[:, at[T]].mean(), "float32")
+    lines = {"right": (OF_ANSWERS, right.mean(axis=0).tolist()), "ECE": (OF_ANSWERS, error.mean(axis=0).tolist())}
+    caption = Words("Answers that are right, and the calibration error.", "答对率与校准误差。")
+    yield Curves(caption, "T", "part", lines)
