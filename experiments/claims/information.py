@@ -222,7 +222,7 @@ e06 = chapter.claim(
         "A language model gives a distribution over the vocabulary and then takes the most probable word.",
         "语言模型给出整个词表上的概率分布，然后选出概率最高的词。",
     ),
-    formula=r"\arg\max_w q(w)",
+    formula=r"\mathrm{arg}\,\max_w q(w)",
     finding=Words(
         "The distribution is the model; the choice is made after it. Drawn from the same logits, {other:.1%} of the "
         "ids are not the most probable one; of those that greedy decoding takes, {greedy:.0%}.",
@@ -259,7 +259,7 @@ e07 = chapter.claim(
         "Maximising the true word's probability is minimising −log p, called cross-entropy; it is a code length.",
         "最大化真实词的概率，就是最小化 −log p，即交叉熵；它对应编码长度。",
     ),
-    formula=r"\arg\max p(w) = \arg\min (-\log p(w))",
+    formula=r"\mathrm{arg}\,\max p(w) = \mathrm{arg}\,\min (-\log p(w))",
     uses=(cross_entropy, bits_per_byte),
 )
 

@@ -1,5 +1,6 @@
 """claims.html: the ledger as one file in two languages, formulas in MathML, pictures inside, nothing loaded."""
 
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -75,6 +76,13 @@ def mathml(latex: str) -> "Markup":
     return Markup(convert(latex, display="block"))
 
 
+def raised(text: str) -> "Markup":
+    """Text whose ^{…} stands above the line."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub(r"\^\{([^}]*)\}", r"<sup>\1</sup>", str(escape(text))))
+
+
 def picture(curves: Curves) -> str:
     """The curves as a data URI."""
     with tempfile.TemporaryDirectory() as folder:
@@ -148,17 +156,15 @@ def write(folder: Path, chapters: Sequence[Chapter], checked: Sequence[Checked],
     ]
     kinds = Counter(one.claim.verdict for one in checked)
     states = Counter(one.status for one in checked)
-    text = (
-        environment()
-        .get_template("claims.html")
-        .render(
-            text=TEXTS,
-            chapters=parts,
-            kinds=[(kind.value, VERDICTS[kind], kinds[kind]) for kind in Verdict if kinds[kind]],
-            states=[(state.replace(" ", "-"), STATUSES[state], count) for state, count in states.items()],
-            map=map_rows(mapped(chapters)),
-            full=depth == FULL,
-            **context_of_run(folder),
-        )
+    templates = environment()
+    templates.filters["raised"] = raised
+    text = templates.get_template("claims.html").render(
+        text=TEXTS,
+        chapters=parts,
+        kinds=[(kind.value, VERDICTS[kind], kinds[kind]) for kind in Verdict if kinds[kind]],
+        states=[(state.replace(" ", "-"), STATUSES[state], count) for state, count in states.items()],
+        map=map_rows(mapped(chapters)),
+        full=depth == FULL,
+        **context_of_run(folder),
     )
     return write_text(folder / "claims.html", text)

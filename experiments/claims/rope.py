@@ -106,7 +106,7 @@ a03 = chapter.claim(
     "S0 §2.1, S3 §2.1",
     Verdict.IMPRECISE,
     Words("Multiplying complex numbers is rotation.", "复数的乘法就是旋转。"),
-    formula=r"|zw| = |z|\,|w|, \quad \arg(zw) = \arg z + \arg w",
+    formula=r"|zw| = |z|\,|w|, \quad \mathrm{arg}(zw) = \mathrm{arg}\, z + \mathrm{arg}\, w",
     finding=Words(
         "It is rotation and scaling: by w the length is multiplied by |w|, and only |w| = 1 leaves it. YaRN makes use "
         "of that: its factor on cosine and sine makes every rotated vector {stretched:.4f} times as long at four "
