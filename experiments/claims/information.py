@@ -395,7 +395,7 @@ def confidently_wrong() -> Numbers:
         (1, "even", "q = (½, ½)", "q = (½, ½)"),
     ):
         label = Words(f"perplexity, {en}, the second comes", f"{zh}、出现第二类时的困惑度")
-        yield near(name, label, ppl[i], 1 / q[i, 1], ROUNDING / q[i, 1], "float32")
+        yield near(name, label, ppl[i], 1 / q[i, 1], ROUNDING / float(q[i, 1]), "float32")
         want = -(q[i] * np.log(q[i])).sum()
         yield near(f"{name}_entropy", Words(f"H, {en}", f"{zh} 的 H"), H[i], want, ROUNDING, "float32")
     label = Words("calibration error of the first", "前者的校准误差")
