@@ -1,6 +1,7 @@
 """Chapter G: embeddings and positions (S1 §2.1 and §6, S2 §3)."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -174,10 +175,13 @@ g04 = chapter.claim(
         "一个词元知道前面词元的次序（{two:.2f}），只有一层时它只知道有哪些词元（{one:.0e}）。",
     ),
     learned=Words(
-        "Trained to name the first token of a row, the causal model without positions reaches {causal_accuracy:.1%}, "
-        "the bidirectional one {both_accuracy:.1%} (chance {chance:.1%}).",
-        "训练模型说出一行中的第一个词元：不加位置编码的因果模型正确率为 {causal_accuracy:.1%}，"
-        "双向模型为 {both_accuracy:.1%}（随机水平 {chance:.1%}）。",
+        "Trained on a chain in which the last two symbols, in their order, decide the next, and both without "
+        "positions, the causal model reaches {causal_nats:.2f} nats (least possible: {floor:.2f}); the bidirectional "
+        "one, which even sees the answer among its tokens, {bidirectional_nats:.2f}. The last symbol alone leaves "
+        "{one:.2f}.",
+        "在由前两个符号及其次序决定下一个符号的链上训练，二者都不加位置编码：因果模型达到 {causal_nats:.2f} nat"
+        "（可能的最小值为 {floor:.2f}）；双向模型的输入里甚至包含答案，却只到 {bidirectional_nats:.2f}。"
+        "仅凭最后一个符号则为 {one:.2f}。",
     ),
     uses=(forward, causal),
 )
@@ -197,6 +201,13 @@ def order_without_positions() -> Numbers:
     yield at_least("two", label, np.max(np.abs(two[1, -1] - two[0, -1])), 0.01, "float32")
     label = Words("the same, one layer", "同上，一层")
     yield at_most("one", label, np.max(np.abs(one[1, -1] - one[0, -1])), 400 * U, "float32")
+
+
+@g04.full
+def trained_without_positions(folder: Path) -> Numbers:
+    from experiments.claims import positions_trained
+
+    yield from positions_trained.without_positions(folder)
 
 
 def first_layer_only(params: Transformer) -> Transformer:
@@ -620,4 +631,19 @@ g16 = chapter.claim(
         "With sines and cosines a model learns absolute and relative positions easily.",
         "使用正弦和余弦，模型很容易同时学到绝对位置和相对位置。",
     ),
+    finding=Words(
+        "After 400 steps on a chain of order 2, which takes relative positions, the loss is {chain_sinusoidal:.3f} "
+        "nats, with RoPE {chain_rope:.3f} (least possible: {floor:.3f}). Reversing rows of 4 to 8 symbols, which takes "
+        "absolute ones, is {mirror_sinusoidal:.0%} right, without positions {mirror_none:.0%}.",
+        "在需要相对位置的二阶链上训练 400 步后，损失为 {chain_sinusoidal:.3f} nat，RoPE 为 {chain_rope:.3f}"
+        "（可能的最小值为 {floor:.3f}）。把 4 到 8 个符号的行反转需要绝对位置，正确率为 {mirror_sinusoidal:.0%}，"
+        "不加位置编码为 {mirror_none:.0%}。",
+    ),
 )
+
+
+@g16.full
+def sines_and_cosines(folder: Path) -> Numbers:
+    from experiments.claims import positions_trained
+
+    yield from positions_trained.sines(folder)

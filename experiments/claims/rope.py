@@ -1,6 +1,7 @@
 """Chapter A: complex numbers, Euler's formula and rotary positions (S0 and S3, §2)."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -427,8 +428,25 @@ a11 = chapter.claim(
         "在长度 64 的行上最多相差 {apart:.2f}。不变性对训练中从未出现的距离毫无约束，而长度 4T 的行中有 {unseen:.0%} "
         "的词元对属于这种距离。",
     ),
+    learned=Words(
+        "Trained on rows of 64, RoPE has {rope4:.2f} times its loss on rows of 256 ({rope_low:.2f} to "
+        "{rope_high:.2f}), sinusoidal positions {sinusoidal4:.2f} times, none {none4:.2f}, ALiBi {alibi4:.2f}; RoPE "
+        "stretched afterwards {linear4:.2f} (linear), {ntk4:.2f} (NTK), {yarn4:.2f} (YaRN). A learned "
+        "table ends where training did.",
+        "在长度 64 的行上训练后，RoPE 在长度 256 的行上的损失是原来的 {rope4:.2f} 倍（{rope_low:.2f} 至 "
+        "{rope_high:.2f}），正余弦编码 {sinusoidal4:.2f} 倍，不加位置编码 {none4:.2f} 倍，ALiBi {alibi4:.2f} 倍；"
+        "事后缩放的 RoPE 为 {linear4:.2f}（线性）、{ntk4:.2f}（NTK）、{yarn4:.2f}（YaRN）倍。"
+        "可学习的位置表到训练长度为止，无法外推。",
+    ),
     uses=(attend, masks.causal, masks.window, rotation, rotate),
 )
+
+
+@a11.full
+def trained(folder: Path) -> Numbers:
+    from experiments.claims import rope_trained
+
+    yield from rope_trained.extrapolation(folder)
 
 
 @a11.quick
