@@ -142,7 +142,7 @@ i03 = chapter.claim(
     "I03",
     "S1 §6.3",
     Verdict.IMPRECISE,
-    Words("A window of w tokens brings the cost from n² down to n·w.", "局部窗口注意力把代价从 n² 降到 n×w。"),
+    Words("A window of w tokens brings the cost from n² down to n·w.", "只看宽 w 的局部窗口，代价便由 n² 变为 n·w。"),
     formula=r"n w - \frac{w (w - 1)}{2}",
     finding=Words(
         "A causal window has {pairs:.0f} pairs for n = 1024, w = 128, not {product:.0f}; and only a kernel that leaves "
@@ -205,7 +205,7 @@ i04 = chapter.claim(
     Verdict.OVERCLAIM,
     Words(
         "Choosing the pairs that matter out of n² is a typical problem of combinatorial optimisation.",
-        "从 n² 对中挑出重要的子集，是典型的组合优化问题。",
+        "在 n² 个配对中选择值得计算的，属于典型的组合优化。",
     ),
     finding=Words(
         "A fixed pattern optimises nothing: a window of 16 holds {window:.0%} of the weight of random queries and keys "
@@ -305,7 +305,7 @@ i06 = chapter.claim(
     Verdict.IMPRECISE,
     Words(
         "Sparse and linear attention approximate attention in n log n or n.",
-        "稀疏注意力和线性注意力把复杂度近似为 O(n log n) 或 O(n)。",
+        "稀疏注意力和线性注意力以 O(n log n) 或 O(n) 的代价近似注意力。",
     ),
     formula=r"\frac{\sum_j \phi(q_i) \cdot \phi(k_j)\, v_j}{\sum_j \phi(q_i) \cdot \phi(k_j)}",
     finding=Words(
@@ -352,7 +352,7 @@ i07 = chapter.claim(
     Words(
         "At tens to hundreds of thousands of tokens plain attention exhausts a GPU's memory at once; FlashAttention "
         "made GPT-4 possible.",
-        "序列长到数万至数十万时，传统注意力会瞬间耗尽 GPU 内存；FlashAttention 使 GPT-4 成为可能。",
+        "序列达到数万至数十万个词元时，普通注意力一下子就占满 GPU 显存；有了 FlashAttention 才有 GPT-4。",
     ),
     finding=Words(
         "Counted, not run: a layer of 8 heads of 64 in float32 needs {short:.1f} GiB at 10⁴ tokens, which many cards "
@@ -393,7 +393,7 @@ i08 = chapter.claim(
     Verdict.OVERCLAIM,
     Words(
         "An RNN forgets and cannot be computed in parallel; a Transformer loses nothing, however long the sequence.",
-        "RNN 会遗忘且无法并行计算；Transformer 无论序列多长都不会丢失信息。",
+        "RNN 会遗忘，也不能并行；Transformer 则不管序列多长都不损失信息。",
     ),
     finding=Words(
         "Softmax disperses: a key whose score is 5 above all others gets {p10:.3f} of the weight among 10 keys, "
@@ -406,10 +406,10 @@ i08 = chapter.claim(
     learned=Words(
         "Trained alike on “what followed this symbol before?”, a GRU answers {gru6:.0%} right among 6 symbols, "
         "{gru12:.0%} among 12 and {gru24:.0%} among 24, attention {attention6:.0%}, {attention12:.0%} and "
-        "{attention24:.0%}: a fixed state does run out, at lengths that attention still has no trouble with.",
+        "{attention24:.0%}: a state of fixed size does run out, and before attention does.",
         "同样训练“这个符号上次出现时后面是什么”：GRU 在 6 个符号中答对 {gru6:.0%}，12 个中 {gru12:.0%}，24 个中 "
-        "{gru24:.0%}；注意力分别为 {attention6:.0%}、{attention12:.0%} 和 {attention24:.0%}：固定大小的状态确会不够用，"
-        "而注意力此时仍无困难。",
+        "{gru24:.0%}；注意力分别为 {attention6:.0%}、{attention12:.0%} 和 {attention24:.0%}："
+        "固定大小的状态确会不够用，而且早于注意力。",
     ),
     uses=(attention_scores, weights_of, attend),
 )

@@ -125,7 +125,7 @@ g03 = chapter.claim(
     Verdict.WRONG,
     Words(
         "Attention is invariant under permutations: with its words reversed, a sentence has the same representation.",
-        "注意力对排列不变：把“我爱吃苹果”换成“苹果爱吃我”，算出的表示一模一样。",
+        "注意力对排列不变：“我爱吃苹果”与“苹果爱吃我”得到的表示完全相同。",
     ),
     formula=r"f(Px) = P f(x) \ne f(x)",
     finding=Words(
@@ -279,7 +279,7 @@ g07 = chapter.claim(
     "G07",
     "S1 §6.2",
     Verdict.WRONG,
-    Words("Each position is a coordinate of 2i dimensions.", "每个位置都是一个 2i 维的坐标。"),
+    Words("Each position is a coordinate of 2i dimensions.", "位置编码把每个位置表示为 2i 维空间里的一点。"),
     finding=Words(
         "Of d dimensions, for every i: i is an index that runs to d/2 − 1. A table of d = 8 has {columns:.0f} columns "
         "and rank {rank:.0f}.",
@@ -334,7 +334,7 @@ g09 = chapter.claim(
     Verdict.OVERCLAIM,
     Words(
         "So the model can infer the encoding k places on without learning anything more.",
-        "所以模型不需要额外学习，就能推算出相隔 k 个位置的编码。",
+        "所以模型无须再学什么，就能由一个位置的编码得知 k 个位置之外的编码。",
     ),
     formula=r"M_k^\top A\, M_k = A, \quad A = W_Q W_K^\top",
     finding=Words(
@@ -373,7 +373,7 @@ g10 = chapter.claim(
     Verdict.IMPRECISE,
     Words(
         "By inner products, attention easily recognises how far apart two words are.",
-        "注意力通过内积计算就能轻松识别两个词相距多远。",
+        "凭内积，注意力不费力就能看出两个词隔了多远。",
     ),
     formula=r"PE_m \cdot PE_n = \sum_i \cos\big( (m - n)\, \theta_i \big)",
     finding=Words(
@@ -467,7 +467,7 @@ g12 = chapter.claim(
     "G12",
     "S2 §3.2",
     Verdict.CONDITIONAL,
-    Words("However long the text, each position has a vector of its own.", "无论文章多长，每个位置都有唯一的向量。"),
+    Words("However long the text, each position has a vector of its own.", "文章再长，各个位置的向量也互不相同。"),
     finding=Words(
         "In exact arithmetic. In float32 position 16,777,217 has the vector of 16,777,216 (distance {alias:.0f}); "
         "the first 65,536 all differ, by {least:.2f} at least for d = 64. Were positions cast to bfloat16 first, "
@@ -629,13 +629,13 @@ g16 = chapter.claim(
     Verdict.EMPIRICAL,
     Words(
         "With sines and cosines a model learns absolute and relative positions easily.",
-        "使用正弦和余弦，模型很容易同时学到绝对位置和相对位置。",
+        "有了正弦和余弦，绝对位置与相对位置对模型来说都不难学。",
     ),
     finding=Words(
-        "After 400 steps on a chain of order 2, which takes relative positions, the loss is {chain_sinusoidal:.3f} "
+        "After 300 steps on a chain of order 2, which takes relative positions, the loss is {chain_sinusoidal:.3f} "
         "nats, with RoPE {chain_rope:.3f} (least possible: {floor:.3f}). Reversing rows of 4 to 8 symbols, which takes "
         "absolute ones, is {mirror_sinusoidal:.0%} right, without positions {mirror_none:.0%}.",
-        "在需要相对位置的二阶链上训练 400 步后，损失为 {chain_sinusoidal:.3f} nat，RoPE 为 {chain_rope:.3f}"
+        "在需要相对位置的二阶链上训练 300 步后，损失为 {chain_sinusoidal:.3f} nat，RoPE 为 {chain_rope:.3f}"
         "（可能的最小值为 {floor:.3f}）。把 4 到 8 个符号的行反转需要绝对位置，正确率为 {mirror_sinusoidal:.0%}，"
         "不加位置编码为 {mirror_none:.0%}。",
     ),

@@ -17,7 +17,7 @@ SEEDS = 6
 RATES = (1e-3, 2.5e-3, 6e-3)
 # A chain of order 2: the next symbol depends on the last two, in their order.
 CHAIN = Config(
-    task="markov", vocab_size=8, d_model=64, num_heads=4, num_layers=2, seq_len=32, batch_size=16, steps=600,
+    task="markov", vocab_size=8, d_model=64, num_heads=4, num_layers=2, seq_len=32, batch_size=16, steps=500,
     scan_unroll=0,
 )  # fmt: skip
 # What stood at n - 1 - i? Rows of 4 to 8 symbols, read both ways at once.
@@ -40,7 +40,7 @@ def order() -> Question:
 
 def places() -> Question:
     """Relative positions (the chain) and absolute ones (the mirror), by the kind of positions."""
-    config = {"chain": CHAIN.replace(steps=400), "mirror": MIRROR.replace(steps=400)}
+    config = {"chain": CHAIN.replace(steps=300), "mirror": MIRROR.replace(steps=300)}
     names = ("chain sinusoidal", "chain rope", "mirror sinusoidal", "mirror none")
     return Question(
         name="places",

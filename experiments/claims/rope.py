@@ -175,13 +175,13 @@ a05 = chapter.claim(
     Verdict.CONDITIONAL,
     Words(
         "Multiplying by e^{iθ} leaves the length exactly as it is and turns anticlockwise by θ.",
-        "乘以 e^{iθ} 后长度丝毫不变，并逆时针旋转 θ。",
+        "乘以 e^{iθ} 时长度完全保持，只逆时针转过 θ 角。",
     ),
     formula=r"|z e^{i\theta}| = |z|",
     finding=Words(
         "Exactly only in exact arithmetic: over 4,096 positions the length of a head of 64 changes by up to {f32:.1e} "
         "of itself in float32 and {bf16:.1e} in bfloat16, a single pair by up to {bf16_pair:.1e}.",
-        "只有在精确运算中才丝毫不变：在 4096 个位置上，宽度 64 的一个头的长度在 float32 下相对变动至多 {f32:.1e}，"
+        "只有在精确运算中才完全保持：在 4096 个位置上，宽度 64 的一个头的长度在 float32 下相对变动至多 {f32:.1e}，"
         "在 bfloat16 下至多 {bf16:.1e}，单独一对坐标至多 {bf16_pair:.1e}。",
     ),
     uses=(rotation, rotate),
@@ -282,7 +282,7 @@ a08 = chapter.claim(
     "A08",
     "S0 §2.4",
     Verdict.IMPRECISE,
-    Words("Each vector is rotated by as many turns as its position says.", "每个向量按其位置下标旋转对应的圈数。"),
+    Words("Each vector is rotated by as many turns as its position says.", "位置是几，向量就转几圈。"),
     formula=r"q_m = q\, e^{im\theta}",
     finding=Words(
         "By an angle, mθ radians: position 2 with θ = 1 makes {turns:.4f} of a turn. Whole turns would put every "
@@ -372,8 +372,8 @@ a10 = chapter.claim(
     "S0 §2.4, S3 §2.4",
     Verdict.IMPRECISE,
     Words(
-        "Shifting both tokens by 100 positions leaves the score strictly identical.",
-        "两个词元同时右移 100 个位置，注意力得分分毫不差。",
+        "Shifting both tokens by 100 positions leaves the score exactly as it was.",
+        "两个词元同时右移 100 个位置，注意力得分完全不变。",
     ),
     formula=r"\langle R_{m+100}\, q, R_{n+100}\, k \rangle = \langle R_m q, R_n k \rangle",
     finding=Words(
@@ -429,11 +429,11 @@ a11 = chapter.claim(
         "的词元对属于这种距离。",
     ),
     learned=Words(
-        "Trained on rows of 64, RoPE has {rope4:.2f} times its loss on rows of 256 ({rope_low:.2f} to "
+        "Trained on rows of 32, RoPE has {rope4:.2f} times its loss on rows of 128 ({rope_low:.2f} to "
         "{rope_high:.2f}), sinusoidal positions {sinusoidal4:.2f} times, none {none4:.2f}, ALiBi {alibi4:.2f}; RoPE "
         "stretched afterwards {linear4:.2f} (linear), {ntk4:.2f} (NTK), {yarn4:.2f} (YaRN). A learned "
         "table ends where training did.",
-        "在长度 64 的行上训练后，RoPE 在长度 256 的行上的损失是原来的 {rope4:.2f} 倍（{rope_low:.2f} 至 "
+        "在长度 32 的行上训练后，RoPE 在长度 128 的行上的损失是原来的 {rope4:.2f} 倍（{rope_low:.2f} 至 "
         "{rope_high:.2f}），正余弦编码 {sinusoidal4:.2f} 倍，不加位置编码 {none4:.2f} 倍，ALiBi {alibi4:.2f} 倍；"
         "事后缩放的 RoPE 为 {linear4:.2f}（线性）、{ntk4:.2f}（NTK）、{yarn4:.2f}（YaRN）倍。"
         "可学习的位置表到训练长度为止，无法外推。",
@@ -536,7 +536,7 @@ a13 = chapter.claim(
     Verdict.IMPRECISE,
     Words(
         "If a whole sentence moves to the right, nothing changes for the model.",
-        "整句话往后平移，对模型来说什么都不变。",
+        "句子整体右移，对模型来说什么都不变。",
     ),
     finding=Words(
         "What is invariant is q·k. Logits of a RoPE model stay (within {hidden:.0e}) when a sentence moves right "
