@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.claims import norms_trained
 from experiments.claims.record import Chapter, Curves, Numbers, Verdict, Words, at_most, near, shown
 from experiments.claims.variance import draws
 from transformer_jax.config import Config
@@ -176,6 +177,12 @@ c04 = chapter.claim(
         "前提是均值约为 0。x 减去均值后的 RMSNorm 就是 LayerNorm（差 {same:.0e}）；但输入改为 x + 3 时 LayerNorm 只变 "
         "{ln:.0e}，RMSNorm 却变 {rms:.2f}，输出大半成了均值：{mean:.3f}。",
     ),
+    learned=Words(
+        "In training little is lost: {loss_rmsnorm:.3f} nats with RMSNorm and {loss_layernorm:.3f} with LayerNorm "
+        "(difference {gap_low:.3f} to {gap_high:.3f}).",
+        "训练中损失不大：RMSNorm 为 {loss_rmsnorm:.3f} 奈特，LayerNorm 为 {loss_layernorm:.3f}"
+        "（差值 {gap_low:.3f} 至 {gap_high:.3f}）。",
+    ),
     uses=(norm, rms),
 )
 
@@ -200,3 +207,6 @@ def without_the_mean() -> Numbers:
     # 3/√(9 + 1), up to terms of 1/D.
     yield near("mean", Words("mean of RMSNorm(x + 3)", "RMSNorm(x + 3) 的均值"), np.mean(y), 0.9**0.5, 1 / D, "float32")
     yield shown("before", Words("mean of RMSNorm(x)", "RMSNorm(x) 的均值"), np.mean(normed(x, plain)), "float32")
+
+
+c04.full(norms_trained.means_kept)
