@@ -45,7 +45,8 @@ MUTANTS = (
     Planted(
         "temperature multiplies",
         SCORES,
-        "jnp.float32)) / jnp.asarray(temperature, jnp.float32)", "jnp.float32)) * jnp.asarray(temperature, jnp.float32)",
+        "jnp.float32)) / jnp.asarray(temperature, jnp.float32)",
+        "jnp.float32)) * jnp.asarray(temperature, jnp.float32)",
         ("B20",),
     ),
     Planted(
@@ -95,7 +96,8 @@ MUTANTS = (
     Planted(
         "padding shows one key too many",
         "transformer_jax.masks",
-        "block.k_slots_S[None, None, None, :] < self.lengths_B", "block.k_slots_S[None, None, None, :] <= self.lengths_B",
+        "block.k_slots_S[None, None, None, :] < self.lengths_B",
+        "block.k_slots_S[None, None, None, :] <= self.lengths_B",
         ("D12",),
     ),
     Planted(
@@ -111,7 +113,8 @@ MUTANTS = (
     ),
     Planted(
         "RMSNorm subtracts the mean",
-        "transformer_jax.norms", "y = x.astype(jnp.float32)\n", "y = x.astype(jnp.float32) - jnp.mean(x, -1, keepdims=True)\n",
+        "transformer_jax.norms",
+        "y = x.astype(jnp.float32)\n", "y = x.astype(jnp.float32) - jnp.mean(x, -1, keepdims=True)\n",
         ("C01", "C04"),
     ),
     Planted(
@@ -139,7 +142,9 @@ MUTANTS = (
     ),
     Planted(
         "targets are not shifted",
-        "transformer_jax.data.tasks", "return Batch(row_BW[:, :-1], row_BW[:, 1:], weights_BT", "return Batch(row_BW[:, :-1], row_BW[:, :-1], weights_BT",
+        "transformer_jax.data.tasks",
+        "return Batch(row_BW[:, :-1], row_BW[:, 1:], weights_BT",
+        "return Batch(row_BW[:, :-1], row_BW[:, :-1], weights_BT",
         ("E01", "E04"),
     ),
     Planted(
@@ -148,12 +153,14 @@ MUTANTS = (
     ),
     Planted(
         "top-p leaves out the id that crosses p",
-        "transformer_jax.samplers", "inside = (before < of_row.top_p)", "inside = (before + p < of_row.top_p)", ("F08",),
+        "transformer_jax.samplers",
+        "inside = (before < of_row.top_p)", "inside = (before + p < of_row.top_p)", ("F08",),
     ),
     Planted(
         "sines and cosines swapped",
         "transformer_jax.positions",
-        "jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1)", "jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=-1)",
+        "jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1)",
+        "jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=-1)",
         ("G05", "G08"),
     ),
     Planted(
