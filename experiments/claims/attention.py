@@ -525,8 +525,8 @@ h15 = chapter.claim(
     ),
     finding=Words(
         "Where it is known what belongs together, it does: the largest weight of a single head stands on the right "
-        "source token in {copy:.3f} of cases on copying and {reverse:.3f} on reversing, in the worst of the seeds. With "
-        "several heads no single one need do so.",
+        "source token in {copy:.3f} of cases on copying and {reverse:.3f} on reversing, in the worst of the seeds. "
+        "With several heads no single one need do so.",
         "在对应关系已知的任务上确实如此：各种子中最差者，单头的最大权重落在正确源词元上的比例，"
         "复制任务为 {copy:.3f}，反转任务为 {reverse:.3f}。若有多个头，则未必由某一个头独自对齐。",
     ),

@@ -1,4 +1,4 @@
-"""Chapter H's checks of more than one attention: shapes, cross-attention, the encoder (S1 §7.1; S2 §2, §8.2)."""
+"""Checks of chapter H on more than one attention: shapes, cross-attention, the encoder (S1 §7.1; S2 §2, §8.2)."""
 
 import math
 from typing import Any
