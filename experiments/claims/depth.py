@@ -144,5 +144,5 @@ def chain(kind: str, gain: float = 1.0) -> np.ndarray:
 
 def foreseen(name: str, label: Words, values: np.ndarray, predicted: float) -> Number:
     """The mean over seeds, within five standard errors, and 4/D of it, of what is predicted."""
-    error = 5 * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    error = 5 * float(np.nan_to_num(np.std(values, ddof=1))) / math.sqrt(len(values))
     return near(name, label, np.mean(values), predicted, error + 4 / ONE_TOKEN.D * abs(predicted), "float32")

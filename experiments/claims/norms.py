@@ -24,6 +24,7 @@ from experiments.claims.depth import (
 from experiments.claims.record import Curves, Numbers, Verdict, Words, at_least, at_most, near, shown
 from experiments.claims.rmsnorm import by_hand, chapter, normed, settings
 from experiments.claims.variance import draws
+from transformer_jax import masks
 from transformer_jax.config import Config, Hyper
 from transformer_jax.ffn import FFN, ffn, init_ffn
 from transformer_jax.layers import apply_stack, init_stack
@@ -73,7 +74,7 @@ c05.full(norms_trained.before_or_after)
 
 c06 = chapter.claim(
     "C06",
-    "S0 §4 (title)",
+    "S0 §4",
     Verdict.GAP,
     Words("SiLU is smooth (the title says so, nothing follows).", "SiLU 是平滑的（仅见于标题，正文没有下文）。"),
     formula=r"\mathrm{SiLU}(x) = x\, \sigma(x),\quad \min = x_m + 1,\quad x_m = -1 - W(1/e)",
@@ -142,6 +143,11 @@ def pulled_back() -> Numbers:
         for L in depths:
             label = Words(f"mean square after {L} layers, {text.en}", f"{L} 层后的均方，{text.zh}")
             yield foreseen(f"{placement}{L}", label, squares[:, L], 1 + ADDED * L if placement == "pre" else 1.0)
+    stack = jax.tree.map(lambda leaf: leaf[0], stacks(ONE_TOKEN))
+    x, places = jnp.asarray(rows()[0]), jnp.zeros((1, 1), jnp.int32)
+    y, _ = apply_stack(stack, x, ONE_TOKEN, Hyper(), mask=masks.causal(), positions_BT=places)
+    label = Words("mean square after the final norm", "最后的归一化之后的均方")
+    yield near("final", label, np.mean(np.square(y)), 1.0, 1e-3, "float32")
     caption = Words("Mean square of the residual stream.", "残差流的均方。")
     yield Curves(caption, "L", "E[x²]", lines, log_y=True)
 

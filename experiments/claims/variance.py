@@ -42,7 +42,7 @@ def dots(q: np.ndarray, k: np.ndarray, exponent: float = 0.0) -> np.ndarray:
 
 def sampled(name: str, label: Words, values: np.ndarray, predicted: float) -> Number:
     """The mean of independent values [B], within five of its standard errors of what is predicted."""
-    error = 5 * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    error = 5 * float(np.nan_to_num(np.std(values, ddof=1))) / math.sqrt(len(values))
     return near(name, label, np.mean(values), predicted, error, "float32")
 
 
