@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from experiments import stats
 from experiments.claims.record import Curves, Numbers, Words, at_least, shown
@@ -21,6 +20,7 @@ from transformer_jax.config import Config, Hyper
 from transformer_jax.data import Task, make_task
 from transformer_jax.encoder_decoder import forward, init_transformer
 from transformer_jax.losses import Sums, cross_entropy
+from transformer_jax.optim import optimizer
 from transformer_jax.train import batch_key
 
 SYMBOLS, SEEDS = (6, 12, 24), 5
@@ -82,7 +82,7 @@ def fit(arm: Arm, steps: int, rate: jax.Array, key: jax.Array) -> dict[str, jax.
 
     Arms that share a key share their batches.
     """
-    rule: Any = optax.adam(rate)
+    rule: Any = optimizer(Config(), Hyper(learning_rate=rate))
     tasks = [make_task(config_of(n)) for n in SYMBOLS]
 
     def sums(params: Any, batch: Batch) -> Sums:
@@ -93,7 +93,7 @@ def fit(arm: Arm, steps: int, rate: jax.Array, key: jax.Array) -> dict[str, jax.
         parts = [task.train_batch(task.data, batch_key(key, i)) for task in tasks]
         batch = jax.tree.map(lambda *rows: jnp.concatenate(rows), *parts)
         updates, moments = rule.update(jax.grad(lambda p: sums(p, batch).loss)(params), moments)
-        return (optax.apply_updates(params, updates), moments), None
+        return (jax.tree.map(jnp.add, params, updates), moments), None
 
     def held_out(params: Any, task: Task, split: str) -> Sums:
         def one(total: Sums, i: jax.Array) -> tuple[Sums, None]:

@@ -110,9 +110,9 @@ def record(checked: Checked) -> dict[str, Any]:
         "source": claim.source,
         "claim": claim.says._asdict(),
         "verdict": claim.verdict.value,
-        "predicted": None if head is None else head.predicted,
+        "predicted": None if head is None else _finite(head.predicted),
         "measured": None if head is None else _finite(head.measured),
-        "tolerance": None if head is None else head.tolerance,
+        "tolerance": None if head is None else _finite(head.tolerance),
         "relation": None if head is None else head.relation.value,
         "dtype": None if head is None else head.dtype,
         "passed": checked.passed,
@@ -129,15 +129,15 @@ def _number(number: Number) -> dict[str, Any]:
     return {
         "name": number.name,
         "label": number.label._asdict(),
-        "predicted": number.predicted,
+        "predicted": _finite(number.predicted),
         "measured": _finite(number.measured),
-        "tolerance": number.tolerance,
+        "tolerance": _finite(number.tolerance),
         "relation": number.relation.value,
         "dtype": number.dtype,
         "holds": number.holds,
     }
 
 
-def _finite(x: float) -> float | str:
+def _finite(x: float | None) -> float | str | None:
     """JSON has no NaN and no infinities: their names."""
-    return x if math.isfinite(x) else str(x)
+    return x if x is None or math.isfinite(x) else str(x)

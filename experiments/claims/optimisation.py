@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from experiments.claims import optimisation_trained
 from experiments.claims.attention_loops import ROUND, drawn, gap, jit
@@ -107,7 +107,7 @@ def descent() -> Numbers:
     def step(carry: tuple, _: None) -> tuple[tuple, jax.Array]:
         w, state = carry
         updates, state = rule.update(w * jnp.asarray(curvature, jnp.float32)[None], state, w)
-        moved = jnp.asarray(optax.apply_updates(w, updates))
+        moved = w + updates
         return (moved, state), moved
 
     start = jnp.ones((len(rates), 2))
@@ -207,7 +207,7 @@ def adam() -> Numbers:
 
     @jit
     def updates(grads: jax.Array) -> jax.Array:
-        def step(state: optax.OptState, g: jax.Array) -> tuple[optax.OptState, jax.Array]:
+        def step(state: Any, g: jax.Array) -> tuple[Any, jax.Array]:
             update, state = rule.update(g, state)
             return state, jnp.asarray(update)
 
@@ -349,7 +349,7 @@ def students() -> Numbers:
         def step(carry: tuple, _: None) -> tuple[tuple, None]:
             w, state = carry
             updates, state = rule.update(jax.grad(loss)(w), state, w)
-            return (optax.apply_updates(w, updates), state), None
+            return (w + updates, state), None
 
         zero = jnp.zeros((rows, V))
         return jax.grad(loss)(zero), jax.lax.scan(step, (zero, rule.init(zero)), None, length=600)[0][0]

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from experiments import stats
 from experiments.claims.attention_trained import lower
@@ -147,7 +146,7 @@ def student(task: Task, teacher: Transformer, hyper: Hyper, way: jax.Array, key:
             return jnp.dot(way, sums[:4]) / sums[4]
 
         updates, state = rule.update(jax.grad(loss)(params), state, params)
-        return (optax.apply_updates(params, updates), state), None
+        return (jax.tree.map(jnp.add, params, updates), state), None
 
     params = init_transformer(key, STUDENT)
     return jax.lax.scan(step, (params, rule.init(params)), jnp.arange(STUDENT.steps))[0][0]

@@ -5,7 +5,7 @@ import numpy as np
 
 from experiments.claims import norms_trained
 from experiments.claims.record import Chapter, Curves, Numbers, Verdict, Words, at_most, near, shown
-from experiments.claims.variance import draws
+from experiments.claims.scaling_variance import draws
 from transformer_jax.config import Config
 from transformer_jax.norms import Norm, init_norm, norm, rms
 
