@@ -7,7 +7,8 @@ import jax
 import numpy as np
 
 from experiments import trained as models
-from experiments.claims.record import Numbers, Words, at_least, at_most, shown
+from experiments.claims.paired import lower_arm
+from experiments.claims.record import Numbers, Words, at_least, shown
 from experiments.claims.training import arms, compared, mean, trained
 from experiments.grid import Arm
 from experiments.loop import device_hyper
@@ -29,15 +30,6 @@ def losses(found: dict[str, Any], names: dict[str, Words]) -> Numbers:
         yield shown(name, label, mean(arms(found)[name], "report_loss"), F32)
 
 
-def lower(found: dict[str, Any], a: str, b: str, name: str, label: Words) -> Numbers:
-    """The difference a − b, and the upper end of its 95% interval, which is to be below 0."""
-    row = compared(found, a, b)
-    gap, span = row["difference"], row["ci95"]
-    yield at_most(name, label, float("nan") if span is None else span[1], 0.0, F32)
-    label = Words(f"{label.en}: mean", f"{label.zh}：均值")
-    yield shown(f"{name}_mean", label, float("nan") if gap is None else gap, F32)
-
-
 # --- H09 -----------------------------------------------------------------------------
 
 HEADS = (1, 2, 4, 8, 16)
@@ -57,8 +49,7 @@ def heads_question() -> Question:
 def heads(folder: Path) -> Numbers:
     """H09: several heads against one."""
     found, _ = trained(heads_question(), SEEDS, folder)
-    label = Words("4 heads less 1, upper end of the interval, nats", "4 头减 1 头，置信区间上端（nat）")
-    yield from lower(found, "h4", "h1", "four", label)
+    yield from lower_arm("four", Words("4 heads less 1, nats", "4 头减 1 头（nat）"), found, "h4", "h1")
     label = Words("8 heads less 1, mean", "8 头减 1 头，均值")
     yield shown("eight_mean", label, compared(found, "h8", "h1")["difference"], F32)
     label = Words("16 heads less 1, mean", "16 头减 1 头，均值")
@@ -87,10 +78,8 @@ def width_question() -> Question:
 def widths(folder: Path) -> Numbers:
     """H13: d_ff = 4d against a net of one unit, against d_ff = d, and against as many weights in more layers."""
     found, _ = trained(width_question(), SEEDS, folder)
-    label = Words(
-        "d_ff = 4d less d_ff = 1, upper end of the interval, nats", "d_ff = 4d 减 d_ff = 1，置信区间上端（nat）"
-    )
-    yield from lower(found, "wide", "none", "net", label)
+    label = Words("d_ff = 4d less d_ff = 1, nats", "d_ff = 4d 减 d_ff = 1（nat）")
+    yield from lower_arm("net", label, found, "wide", "none")
     label = Words("d_ff = 4d less d_ff = d, mean", "d_ff = 4d 减 d_ff = d，均值")
     yield shown("expansion_mean", label, compared(found, "wide", "even")["difference"], F32)
     label = Words("d_ff = 4d less four layers of d_ff = d, mean", "d_ff = 4d 减四层 d_ff = d，均值")

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import stats
-from experiments.claims.attention_trained import lower
+from experiments.claims.paired import lower, lower_arm
 from experiments.claims.record import Numbers, Words, at_least, at_most, shown
 from experiments.claims.training import arms, compared, mean, trained
 from experiments.grid import Arm
@@ -92,10 +91,8 @@ def optimisers(folder: Path) -> Numbers:
     found, _ = optimisers_sweep(folder)
     for name in ("sgd", "momentum"):
         label = LABELS[name]
-        words = Words(
-            f"Adam less {label.en}, upper end of the interval, nats", f"Adam 减 {label.zh}，置信区间上端（nat）"
-        )
-        yield from lower(found, "adam", name, f"against_{name}", words)
+        words = Words(f"Adam less {label.en}, nats", f"Adam 减 {label.zh}（nat）")
+        yield from lower_arm(f"against_{name}", words, found, "adam", name)
     row = compared(found, "adam", "paper")
     ends = row["ci95"] or (float("nan"), float("nan"))
     label = Words(
@@ -198,10 +195,8 @@ def students(folder: Path) -> Numbers:
         "reverse": (2, "forward", Words("KL(student‖teacher)", "KL(学生‖教师)")),
     }
     for way, (measure, other, label) in ways.items():
-        values = {name: [float(x) for x in kept[name][:, measure]] for name in (way, other)}
-        row = stats.compare(values, [(way, other)], label.en)[0]
-        words = Words(f"{label.en}: {way} less {other}, upper end", f"{label.zh}：{way} 减 {other}，区间上端")
-        yield at_most(f"by_{way}", words, float("nan") if row.ci95 is None else row.ci95[1], 0.0, F32)
+        words = Words(f"{label.en}: {way} less {other}", f"{label.zh}：{way} 减 {other}")
+        yield from lower(f"by_{way}", words, *([float(x) for x in kept[name][:, measure]] for name in (way, other)))
     for i, (measure, label) in enumerate({"forward": ways["forward"][2], "reverse": ways["reverse"][2]}.items(), 1):
         for name in STUDENTS:
             words = Words(f"{label.en}, learnt by {name}", f"{label.zh}，以 {name} 学得")

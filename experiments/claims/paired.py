@@ -5,8 +5,10 @@ from typing import Any
 
 from experiments import stats
 from experiments.claims.record import Numbers, Words, at_most, shown
+from experiments.claims.training import compared
 
 ALPHA = 0.05
+NAN = float("nan")
 
 
 def per_seed(arm: Mapping[str, Any], metric: str) -> list[float | None]:
@@ -14,17 +16,25 @@ def per_seed(arm: Mapping[str, Any], metric: str) -> list[float | None]:
     return list(arm["metrics"][metric]["per_seed"])
 
 
-def lower(
-    name: str, label: Words, a: Sequence[float | None], b: Sequence[float | None], dtype: str = "float32"
-) -> Numbers:
-    """a is below b: the upper end of the 95% interval of a - b is below 0, and so is p below 0.05 (see stats.compare).
+def lower(name: str, label: Words, a: Sequence[float | None], b: Sequence[float | None]) -> Numbers:
+    """a is below b: values by seed, judged as `lower_arm` judges those of a sweep.
 
-    a, b: values by seed. Seeds of which one diverged are left out; with none left nothing holds.
+    Seeds of which one diverged are left out; with none left nothing holds.
     """
-    row = stats.compare({"a": a, "b": b}, [("a", "b")], name)[0]
-    nan = float("nan")
-    yield shown(f"{name}_difference", label, nan if row.difference is None else row.difference, dtype)
+    return _judged(name, label, stats.compare({"a": a, "b": b}, [("a", "b")], name)[0].to_dict())
+
+
+def lower_arm(name: str, label: Words, found: Mapping[str, Any], a: str, b: str) -> Numbers:
+    """Arm a ends below arm b in a sweep's results.json, which compares them.
+
+    The upper end of the 95% interval of a - b is below 0, and so is the adjusted p below 0.05 (see experiments.stats).
+    """
+    return _judged(name, label, compared(found, a, b))
+
+
+def _judged(name: str, label: Words, row: Mapping[str, Any]) -> Numbers:
     end = Words(f"{label.en}, upper end of the 95% interval", f"{label.zh}，95% 置信区间上端")
-    yield at_most(f"{name}_upper", end, nan if row.ci95 is None else row.ci95[1], 0.0, dtype)
+    yield at_most(f"{name}_upper", end, NAN if row["ci95"] is None else row["ci95"][1], 0.0, "float32")
     p = Words(f"{label.en}, p", f"{label.zh}，p 值")
-    yield at_most(f"{name}_p", p, nan if row.p_adjusted is None else row.p_adjusted, ALPHA, dtype)
+    yield at_most(f"{name}_p", p, NAN if row["p_adjusted"] is None else row["p_adjusted"], ALPHA, "float32")
+    yield shown(f"{name}_mean", label, NAN if row["difference"] is None else row["difference"], "float32")

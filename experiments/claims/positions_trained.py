@@ -2,11 +2,11 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from experiments.claims import training
+from experiments.claims.paired import lower_arm
 from experiments.claims.record import Numbers, Words, at_most, shown
 from experiments.grid import Arm
 from experiments.sweep import Question
@@ -59,21 +59,11 @@ def of_one_symbol(table: np.ndarray) -> float:
     return float(-np.sum(joint * np.log(joint / joint.sum(axis=1, keepdims=True))))
 
 
-def lower(found: dict[str, Any], a: str, b: str, name: str, labels: Words) -> Numbers:
-    """Judged: arm a ends below arm b, and its p."""
-    row = training.compared(found, a, b)
-    missing = math.nan
-    gap = missing if row["difference"] is None else row["difference"]
-    yield at_most(f"{name}_less", labels, gap, 0.0, "float32")
-    p = missing if row["p_adjusted"] is None else row["p_adjusted"]
-    yield at_most(f"{name}_p", Words(f"its p ({labels.en})", f"其 p（{labels.zh}）"), p, 0.05, "float32")
-
-
 def without_positions(folder: Path) -> Numbers:
     """G04: causal below bidirectional, both without positions, though the latter sees the answer among its tokens."""
     found, _ = training.trained(order(), SEEDS, folder)
     label = Words("loss without positions, causal − bidirectional", "不加位置编码的损失，因果 − 双向")
-    yield from lower(found, "causal", "bidirectional", "causal", label)
+    yield from lower_arm("causal", label, found, "causal", "bidirectional")
     arms = training.arms(found)
     for name, words in (
         ("causal", Words("causal, no positions", "因果，不加位置编码")),
@@ -98,7 +88,7 @@ def sines(folder: Path) -> Numbers:
     )
     yield at_most("missed", label, (high - floor) / (one - floor), 0.5, "float32")
     label = Words("mirror: loss, sinusoidal − no positions", "镜像：损失，正余弦 − 不加位置编码")
-    yield from lower(found, "mirror sinusoidal", "mirror none", "mirror", label)
+    yield from lower_arm("mirror", label, found, "mirror sinusoidal", "mirror none")
     kinds = {"sinusoidal": "正余弦", "rope": "RoPE", "none": "不加位置编码"}
     for name, arm in arms.items():
         task, kind = name.split()
