@@ -16,7 +16,7 @@ from experiments.program import run_key
 from experiments.workdir import read_json, write_json
 from transformer_jax import keys, sharding
 from transformer_jax.batch import Batch
-from transformer_jax.config import Config, Hyper
+from transformer_jax.config import Config, Hyper, to_dict
 from transformer_jax.data import Task, make_task
 from transformer_jax.encoder_decoder import forward, init_transformer
 from transformer_jax.losses import Sums, cross_entropy
@@ -157,10 +157,11 @@ def recall(folder: Path) -> Numbers:
     """Accuracy against n for both arms; what is done is kept in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     found: dict[tuple[str, int], list[float]] = {}
+    settings = {"steps": STEPS, "seeds": SEEDS, "rates": list(RATES), "config": to_dict(config_of(SYMBOLS[-1]))}
     for name in ARMS:
         path = folder / f"{name}.json"
         kept = read_json(path)
-        if kept is None:
-            write_json(path, kept := runs(name))
-        found |= {(name, n): of for n, of in zip(SYMBOLS, kept, strict=True)}
+        if not kept or kept["of"] != settings:
+            write_json(path, kept := {"of": settings, "accuracy": runs(name)})
+        found |= {(name, n): of for n, of in zip(SYMBOLS, kept["accuracy"], strict=True)}
     yield from judged(found)

@@ -118,7 +118,7 @@ SUMS = Question(
         Arm(
             "sums",
             Config(task="modular", vocab_size=27, d_model=32, num_heads=2, num_layers=2, seq_len=31, batch_size=8,
-                   steps=300, scan_unroll=0),
+                   steps=1000, scan_unroll=0),
             Hyper(),
         ),
     ),
