@@ -25,7 +25,7 @@ from transformer_jax.train import batch_key
 
 SYMBOLS, SEEDS = (6, 12, 24), 5
 RATES = (1e-3, 2.5e-3, 6e-3)
-STEPS, HELD_OUT = 600, 8  # updates, and evaluation batches of each n and split
+STEPS, HELD_OUT = 1000, 8  # updates, and evaluation batches of each n and split
 ARMS = ("attention", "gru")
 # A block of n/2 to n of n symbols, again and again to the end of the row: what followed this symbol before?
 BASE = Config(task="induction", seq_len=48, batch_size=8, d_model=64, num_heads=2, num_layers=2, d_ff=64, scan_unroll=0)
