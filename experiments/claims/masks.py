@@ -126,7 +126,7 @@ def mask_before_scale() -> Numbers:
             return attend(q, k, v, masks.causal() if slope else None, bias=bias)
 
         def before(bias: np.ndarray) -> jax.Array:
-            raw = attention_scores(q, k, Scoring(dk_exponent=0.0), jnp.asarray(bias))
+            raw = attention_scores(q, k, Scoring(dk_exponent=0.0), jnp.asarray(bias)[None, None])
             weights = weights_of(raw * score_factor(H, 0.5, 1.0), None, Scoring())
             return jnp.einsum("bnts,bsnh->btnh", weights, v)
 

@@ -213,7 +213,7 @@ def dispersion() -> Numbers:
     @jax.jit
     def winners(z: jax.Array) -> list[jax.Array]:
         led = jnp.log(jnp.sum(z > -jnp.inf, axis=1, keepdims=True) / 10.0)  # what a lead must gain from 10 keys on
-        grown = z + led * (jnp.arange(z.shape[1]) == 0)
+        grown = z + led * (jnp.arange(z.shape[1]) == 0)[None]
         return [masked_softmax(x, None)[:, 0] for x in (z, grown)] + [entmax15(z)[:, 0]]
 
     soft, grown, sparse = (np.asarray(w) for w in winners(z))
