@@ -160,8 +160,9 @@ def recall(folder: Path) -> Numbers:
     settings = {"steps": STEPS, "seeds": SEEDS, "rates": list(RATES), "config": to_dict(config_of(SYMBOLS[-1]))}
     for name in ARMS:
         path = folder / f"{name}.json"
-        kept = read_json(path)
+        kept: Any = read_json(path)
         if not kept or kept["of"] != settings:
-            write_json(path, kept := {"of": settings, "accuracy": runs(name)})
+            kept = {"of": settings, "accuracy": runs(name)}
+            write_json(path, kept)
         found |= {(name, n): of for n, of in zip(SYMBOLS, kept["accuracy"], strict=True)}
     yield from judged(found)
