@@ -94,6 +94,8 @@ def chosen(chapters: Sequence[Chapter], only: str) -> list[Claim]:
             hint = f"; near: {', '.join(close)}" if close else f"; they go from {min(claims)} to {max(claims)}"
             raise UserError(f"--only={only}: no claim {word}{hint}")
         wanted += of_letter or [word]
+    if not wanted:
+        raise UserError(f"--only={only} names no claim: write ids or letters of chapters, such as B12,D07 or E")
     return [claim for id, claim in claims.items() if id in wanted]
 
 

@@ -20,6 +20,7 @@ from transformer_jax.data import make_task
 from transformer_jax.data.markov import ORDER
 
 SEEDS = 6
+SEEDS_OF_SUMS = 16  # some have learnt to add by the last step, and some have not begun: six seeds tell nothing
 RATES = (1e-3, 3e-3, 1e-2)
 
 # --- F03 ----------------------------------------------------------------------------
@@ -118,7 +119,7 @@ SUMS = Question(
         Arm(
             "sums",
             Config(task="modular", vocab_size=27, d_model=32, num_heads=2, num_layers=2, seq_len=31, batch_size=8,
-                   steps=1000, scan_unroll=0),
+                   steps=600, scan_unroll=0),
             Hyper(),
         ),
     ),
@@ -148,7 +149,7 @@ def answers(model: models_of.Model) -> tuple[np.ndarray, np.ndarray]:
 
 def answering(folder: Path) -> Numbers:
     """Sums modulo a prime: one answer is right, and its chance at each temperature is known without drawing."""
-    found = [answers(model) for model in trained_models(SUMS, SEEDS, folder)]
+    found = [answers(model) for model in trained_models(SUMS, SEEDS_OF_SUMS, folder)]
     right, error = (np.array(x) for x in zip(*found, strict=True))  # [seeds, temperatures]
     at = {T: i for i, T in enumerate(OF_ANSWERS)}
 
@@ -159,8 +160,6 @@ def answering(folder: Path) -> Numbers:
     yield from lower("general", label, of(right, 0.8), of(right, 0.1))
     label = Words("right, T = 1.2 − T = 0.8", "答对率，T = 1.2 − T = 0.8")
     yield from lower("hot", label, of(right, 1.2), of(right, 0.8))
-    label = Words("calibration error, T = 1 − T = 0.1", "校准误差，T = 1 − T = 0.1")
-    yield from lower("calibrated", label, of(error, 1.0), of(error, 0.1))
     for T in OF_ANSWERS:
         name = f"{T:g}".replace(".", "")
         yield shown(
