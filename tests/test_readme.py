@@ -44,7 +44,8 @@ def test_every_command_parses() -> None:
     from experiments import flags
 
     uses = {name: importlib.import_module(f"experiments.{name}").FLAGS for name in experiments.REGISTRY}
-    lines = [line for line in README.splitlines() if line.startswith("python launch.py --experiment")]
+    texts = [README, (Path(__file__).resolve().parent.parent / "README.zh.md").read_text(encoding="utf-8")]
+    lines = [line for text in texts for line in text.splitlines() if line.startswith("python launch.py --experiment")]
     assert len(lines) >= 6
     for line in lines:
         words = shlex.split(line, comments=True)[1:]
