@@ -18,7 +18,7 @@ from transformer_jax.config import Config, Hyper
 from transformer_jax.data import END, make_task
 from transformer_jax.encoder_decoder import Transformer, forward
 
-SEEDS = 5
+SEEDS = 6  # the sign-flip p of five is never below 0.0625
 F32 = "float32"
 RATES = (1.5e-3, 4.5e-3, 1.35e-2)
 BASE = Config(d_model=64, num_heads=4, num_layers=2, seq_len=64, batch_size=8, steps=300, scan_unroll=0)

@@ -33,6 +33,8 @@ def lower_arm(name: str, label: Words, found: Mapping[str, Any], a: str, b: str)
 
 
 def _judged(name: str, label: Words, row: Mapping[str, Any]) -> Numbers:
+    if row["p_floor"] is not None and row["p_floor"] > ALPHA:
+        raise ValueError(f"{label.en}: no p of so few pairs is below {ALPHA}: at least {row['p_floor']}")
     end = Words(f"{label.en}, upper end of the 95% interval", f"{label.zh}，95% 置信区间上端")
     yield at_most(f"{name}_upper", end, NAN if row["ci95"] is None else row["ci95"][1], 0.0, "float32")
     p = Words(f"{label.en}, p", f"{label.zh}，p 值")

@@ -1,5 +1,6 @@
 """Claims that only training can tell: a sweep with the project's own statistics, in the ledger's folder."""
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ def trained(question: Question, seeds: int, folder: Path) -> tuple[dict[str, Any
     if outcome.stopped:
         raise KeyboardInterrupt(outcome.stopped)
     found = results.build(outcome)
+    for arm in found["arms"]:
+        if arm["warning"]:
+            print(f"{question.name}, {arm['name']}: {arm['warning']}", file=sys.stderr)
     write_json(folder / "results.json", found)
     return found, outcome
 
