@@ -4,6 +4,7 @@ import functools
 import inspect
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -105,7 +106,9 @@ def test_a_quick_check_passes_and_calls_what_it_names(claim: Claim, tmp_path: Pa
         done.append(ledger.check(claim, ledger.QUICK, tmp_path))
 
     seen = executed(step)
-    assert done[0].status == "passed", done[0].error or [table.said(n) for n in done[0].numbers if n.holds is False]
+    assert done[0].status in ("passed", "at full depth"), done[0].error or [
+        table.said(n) for n in done[0].numbers if n.holds is False
+    ]
     if any(not codes_of(use) & seen for use in claim.uses):
         assert claim.measure is not None
         forget(sys.modules[claim.measure.__module__])
@@ -175,6 +178,10 @@ def test_what_trains_waits_for_full_depth(tmp_path: Path) -> None:
 
     waiting = ledger.check(claim, ledger.QUICK, tmp_path)
     assert (waiting.status, waiting.passed, folders) == ("at full depth", None, [])
+    claim.quick(lambda: [near("x", Words("", ""), 1.0, 1.0)])
+    arithmetic = ledger.check(claim, ledger.QUICK, tmp_path)
+    assert (arithmetic.status, arithmetic.passed, folders) == ("at full depth", None, [])
+    claim.measure = None
     trained = ledger.check(claim, ledger.FULL, tmp_path)
     assert (trained.status, trained.said[0].en, folders) == ("passed", "3", [tmp_path / "Z01"])
 
@@ -245,6 +252,22 @@ def test_a_broken_check_ends_nothing_and_fails_the_run(ran: tuple[int, Path]) ->
     assert rows["E09"]["measured"] == "nan"
 
 
+def test_a_ledger_of_other_claims_is_kept(ran: tuple[int, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(ran[1], tmp_path / "w")
+    assert launch.main(["launch.py", "--experiment=claims", "--only=E03", f"--workdir={folder}"]) == 0
+    now, before = (json.loads((folder / name).read_text()) for name in ("claims.json", "old-claims.json"))
+    assert [row["id"] for row in now] == ["E03"] and len(before) == 5
+
+
+def test_an_interrupt_keeps_what_was_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> Numbers:
+        raise KeyboardInterrupt("SIGTERM received")
+
+    monkeypatch.setattr(CLAIMS["E09"], "measure", interrupted)
+    assert launch.main(["launch.py", "--experiment=claims", "--only=E03,E09", f"--workdir={tmp_path / 'w'}"]) == 143
+    assert [row["id"] for row in json.loads((tmp_path / "w" / "claims.json").read_text())] == ["E03"]
+
+
 def test_the_page_has_both_languages_and_loads_nothing(ran: tuple[int, Path]) -> None:
     text = (ran[1] / "claims.html").read_text(encoding="utf-8")
     found = Page(text)
@@ -298,4 +321,4 @@ def caught() -> list[dict[str, str]]:
 @pytest.mark.parametrize("i", range(len(MUTANTS)), ids=[mutant[0] for mutant in MUTANTS])
 def test_the_ledger_sees_that_the_library_is_broken(i: int, caught: list[dict[str, str]]) -> None:
     assert set(caught[i]) == set(MUTANTS[i].claims), caught[i]
-    assert set(caught[i].values()) <= {"failed", "broken"}
+    assert set(caught[i].values()) == {"failed"}

@@ -7,10 +7,13 @@
 A chapter a file (rope, scaling, …, optimisation), a record a claim (record.py). --depth=quick runs the analytic checks,
 --depth=full the trainings too; their sweeps go on where they were stopped. --only takes ids and letters
 of chapters. Writes claims.json and claims.html (English and Chinese, formulas in MathML, nothing loaded from a
-network). Checks are made anew each time. The exit code is 1 where a measured number leaves its tolerance, or a
-check raises: that one is reported as broken after the others are finished.
+network). Quick checks are made anew each time; what --depth=full has trained is kept, even if the library has changed
+since: --overwrite trains it again. A folder's ledger of another depth or of other claims is kept as old-claims.json.
+The exit code is 1 where a measured number leaves its tolerance, or a check raises: that one is reported as broken
+after the others are finished.
 """
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -57,13 +60,17 @@ def run(settings: "Settings") -> int:
         {"depth": settings.depth, "only": settings.only},
         overwrite=settings.overwrite,
     )
+    if workdir.held and workdir.held["free"] != {"depth": settings.depth, "only": settings.only}:
+        for path in filter(Path.exists, (workdir.path / "claims.json", workdir.path / "claims.html")):
+            os.replace(path, path.with_name(f"old-{path.name}"))
+    checked, code = [], 0
     try:
-        checked = table.watch(claims, settings.depth, Path(workdir.path))
+        for one in table.watch(claims, settings.depth, Path(workdir.path)):
+            checked.append(one)
     except KeyboardInterrupt as stopped:
-        print(
-            f"stopped: {stopped or 'interrupted'}; what is trained is saved, the same command goes on", file=sys.stderr
-        )
-        return 128 + signal.SIGINT
+        why = str(stopped) or "interrupted"
+        print(f"stopped: {why}; finished sweeps are saved, the same command goes on", file=sys.stderr)
+        code = 128 + (signal.SIGTERM if signal.Signals.SIGTERM.name in why else signal.SIGINT)
     workdir.write("claims.json", [ledger.record(one) for one in checked])
     page.write(workdir.path, book, checked, settings.depth)
-    return table.conclude(checked, workdir.path)
+    return table.conclude(checked, workdir.path) if not code else code

@@ -40,7 +40,8 @@ h09 = chapter.claim(
         "可以在同等规模下比较：d = 64 时，1 到 16 个头的参数都是 4d² = {weights:,.0f} 个。",
     ),
     learned=Words(
-        "On text, each at its best rate, the validation loss of 4 heads differs from that of one by {four_mean:+.3f} "
+        "On text, each at the best of the rates tried, the validation loss of 4 heads differs from that "
+        "of one by {four_mean:+.3f} "
         "nats, that of 8 by {eight_mean:+.3f}, that of 16, which are 4 wide, by {sixteen_mean:+.3f}.",
         "在文本上、各取最佳学习率时，4 头的验证损失与单头相差 {four_mean:+.3f} nat，8 头相差 {eight_mean:+.3f}，"
         "每头仅 4 维的 16 头相差 {sixteen_mean:+.3f}。",
@@ -237,10 +238,10 @@ h15 = chapter.claim(
         "Where it is known what belongs together, it does: the largest weight of a single head stands on the right "
         "source token in {copy:.3f} of cases on copying and {reverse:.3f} on reversing (median of the seeds). It need "
         "not: of all runs at three rates, with nearly every token right, one has {copy_least:.2f} and one "
-        "{reverse_least:.2f}.",
+        "{reverse_least:.2f}. (The median was chosen after a first look.)",
         "在对应关系已知的任务上确实如此：单头的最大权重落在正确源词元上的比例，复制任务为 {copy:.3f}，"
         "反转任务为 {reverse:.3f}（各种子的中位数）。但并非必然：三种学习率的所有运行几乎都写对每个词元，"
-        "其中却有一次只有 {copy_least:.2f}，一次只有 {reverse_least:.2f}。",
+        "其中却有一次只有 {copy_least:.2f}，一次只有 {reverse_least:.2f}。（用中位数判定是看过初步结果后定下的。）",
     ),
     uses=(forward,),
 )

@@ -157,5 +157,5 @@ def alignment(folder: Path) -> Numbers:
         yield at_least(task, label, np.median(best), 0.95, F32)
         label = Words(f"{task}: aligned tokens, least of all runs", f"{task}：对齐率，全部运行中最低")
         yield shown(f"{task}_least", label, min(hits.values()), F32)
-        label = Words(f"{task}: accuracy of the next token", f"{task}：下一词元的准确率")
+        label = Words(f"{task}: accuracy of the next token", f"{task}：下一词元的正确率")
         yield shown(f"{task}_accuracy", label, mean(arms(found)[task], "report_accuracy"), F32)

@@ -177,10 +177,11 @@ i08 = chapter.claim(
     learned=Words(
         "Trained alike on “what followed this symbol before?”, a GRU answers {gru6:.0%} right among 6 symbols, "
         "{gru12:.0%} among 12 and {gru24:.0%} among 24, attention {attention6:.0%}, {attention12:.0%} and "
-        "{attention24:.0%}: a state of fixed size does run out, and before attention does.",
+        "{attention24:.0%}. On this budget recurrent recall falls off sooner: whether its state is full or its "
+        "training too short, this does not tell.",
         "同样训练“这个符号上次出现时后面是什么”：GRU 在 6 个符号中答对 {gru6:.0%}，12 个中 {gru12:.0%}，24 个中 "
-        "{gru24:.0%}；注意力分别为 {attention6:.0%}、{attention12:.0%} 和 {attention24:.0%}："
-        "固定大小的状态确会不够用，而且早于注意力。",
+        "{gru24:.0%}；注意力分别为 {attention6:.0%}、{attention12:.0%} 和 {attention24:.0%}。"
+        "在这一训练预算下，循环网络的回忆更早变差；究竟是状态容量不够还是训练不足，本实验无法区分。",
     ),
     uses=(attention_scores, weights_of, attend),
 )
@@ -231,7 +232,7 @@ i09 = chapter.claim(
         "The compiler's own count is a trap: of a loop over 16 matrix products it counts the body once, {xla:.3g} "
         "FLOPs. The library's meter reads the trip count: {meter:.3g}, as unrolled.",
         "编译器自带的计数是个陷阱：16 次矩阵乘法的循环，它只把循环体计一次，得 {xla:.3g} FLOPs。"
-        "程序的计量器会读出循环次数：{meter:.3g}，与展开后相同。",
+        "本库的计量器会读出循环次数：{meter:.3g}，与展开后相同。",
     ),
     uses=(measure,),
 )

@@ -110,10 +110,12 @@ i02 = chapter.claim(
     ),
     formula=r"n^2 \quad \text{or, causal,} \quad \frac{n(n + 1)}{2}",
     finding=Words(
-        "Pairs are ordered and a token meets itself: {full:.0f} for n = 1024, {causal:.0f} of them causal, against "
-        "C(n, 2) = {choose:.0f}. The dense product computes all n², masked or not.",
-        "配对是有序的，且包括词元自身：n = 1024 时为 {full:.0f} 对，其中因果的 {causal:.0f} 对，"
-        "而 C(n, 2) = {choose:.0f}。无论是否掩码，稠密乘法都计算全部 n² 个得分。",
+        "The sentence before rightly says about n². Pairs are ordered and a token meets itself: {full:,.0f} for "
+        "n = 1024, {causal:,.0f} of them causal, against "
+        "C(n, 2) = {choose:,.0f}. The dense product computes all n², masked or not.",
+        "原文前一句说的“大致 n² 个”才对。配对是有序的，且包括词元自身：n = 1024 时为 {full:,.0f} 对，"
+        "其中因果的 {causal:,.0f} 对，"
+        "而 C(n, 2) = {choose:,.0f}。无论是否掩码，稠密乘法都计算全部 n² 个得分。",
     ),
     uses=(masks.full, masks.causal, Mask.pairs, measure),
 )

@@ -260,7 +260,7 @@ e15 = chapter.claim(
         "Distillation, which makes a student imitate the teacher's whole distribution, minimises KL(student‖teacher).",
         "知识蒸馏要让学生模仿教师的整个分布，所最小化的是 KL(学生‖教师)。",
     ),
-    formula=r"L = D_{KL}(q_{\text{student}} \| p_{\text{teacher}})",
+    formula=r"L = T^2 D_{KL}(p_{\text{teacher}} \| q_{\text{student}})",
     finding=Words(
         "What the text describes is KL(teacher‖student), times T² at temperature T, with the slope T(q − p). One "
         "Gaussian fitted to two at ±2.5: forward KL covers both (mean {mean_forward:.2f}, width {width_forward:.2f}), "
@@ -272,10 +272,11 @@ e15 = chapter.claim(
     learned=Words(
         "Small students of a teacher with known probabilities: trained by KL(teacher‖student) they end "
         "{forward_gap:.3f} nats from it, by the printed reverse {reverse_gap:.3f}, measured by the former. The reverse "
-        "makes them narrower (entropy {reverse_entropy:.2f} against {forward_entropy:.2f}).",
+        "makes them narrower (entropy {reverse_entropy:.2f} against {forward_entropy:.2f}). The number of seeds was "
+        "set after a first look.",
         "让小模型学习概率已知的教师：按 KL(教师‖学生) 训练，最终相距 {forward_gap:.3f} nat；"
         "照印出的反向训练，按同一量度相距 {reverse_gap:.3f}，而且学得的分布更窄"
-        "（熵 {reverse_entropy:.2f} 对 {forward_entropy:.2f}）。",
+        "（熵 {reverse_entropy:.2f} 对 {forward_entropy:.2f}）。种子数是看过初步结果后定下的。",
     ),
     uses=(distillation, kl_divergence),
 )
@@ -338,9 +339,9 @@ e16 = chapter.claim(
     formula=r"\max_\pi E_\pi[r] - \beta D_{KL}(\pi \| \pi_{ref})",
     finding=Words(
         "With it the best policy is π_ref exp(r/β), normalised: {b01:.2f}, {b1:.2f} and {b10:.4f} nats from the "
-        "reference at β = 0.1, 1 and 10. Here the direction is the one that the article gives.",
+        "reference at β = 0.1, 1 and 10. The article names no direction here; this is the usual one.",
         "有了它，最优策略是归一化的 π_ref exp(r/β)：β = 0.1、1、10 时"
-        "与参考策略相距 {b01:.2f}、{b1:.2f}、{b10:.4f} nat。此处 KL 的方向与文中一致。",
+        "与参考策略相距 {b01:.2f}、{b1:.2f}、{b10:.4f} nat。原文在此未写明方向；通常用的是 KL(π‖π_ref)。",
     ),
     uses=(kl_divergence,),
 )

@@ -117,7 +117,7 @@ def logarithm_of_a_product() -> Numbers:
     label = Words("steps of ln that are not upwards", "ln 不上升的步数")
     yield near("rising", label, (np.diff(np.log(rising)) <= 0).sum(), 0)
     nats = nats_of(z, targets).sum()
-    label = Words("the library's loss + ln P(W), relative", "库中损失 + ln P(W)（相对）")
+    label = Words("the library's loss + ln P(W), relative", "本库损失 + ln P(W)（相对）")
     yield near("loss", label, nats / -np.log(np.prod(p)) - 1, 0.0, ROUNDING, "float32")
 
 
@@ -134,7 +134,7 @@ e04 = chapter.claim(
         "With a token before the first, and one-hot targets. Shifting alone drops P(w₁): probabilities of all texts "
         "over {classes:.0f} ids then sum to {dropped:.3f}, with a start token to {whole:.3f}. Label smoothing of 0.1 "
         "adds {smoothed:.2f} nats a token, and a mean is a sum over {count:.0f} tokens divided by their number.",
-        "前提是首词元之前另有起始词元，且目标为独热分布。只错位会丢掉 P(w₁)：{classes:.0f} 个词元时，"
+        "前提是首词元之前另有起始词元，且目标为one-hot分布。只错位会丢掉 P(w₁)：{classes:.0f} 个词元时，"
         "所有文本的概率之和变成 {dropped:.3f}，有起始词元才是 {whole:.3f}。"
         "标签平滑 0.1 使每词元多出 {smoothed:.2f} nat；取平均则还要除以词元数 {count:.0f}。",
     ),
@@ -283,11 +283,11 @@ e08 = chapter.claim(
         "The information in a word is inversely proportional to its probability.",
         "一个词的信息量与它出现的概率成反比。",
     ),
-    formula=r"I \propto 1 / p",
+    formula=r"I = -\log p",
     finding=Words(
-        "It falls with the probability, but as −log p, which the article itself writes one sentence on: from "
+        "It falls with the probability, but as −log p, which the article itself writes two sentences on: from "
         "p = 0.01 to 0.001 it grows from {p01:.2f} bits to {p001:.2f}, by half and not tenfold.",
-        "信息量确随概率增大而减小，但规律是 −log p（原文下一句自己就这么写）："
+        "信息量确随概率增大而减小，但规律是 −log p（原文隔一句自己就这么写）："
         "p 从 0.01 降到 0.001，信息量由 {p01:.2f} 比特增至 {p001:.2f} 比特，只多一半，而不是十倍。",
     ),
     uses=(cross_entropy, bits_per_byte),

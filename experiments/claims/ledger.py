@@ -19,7 +19,7 @@ QUICK, FULL = "quick", "full"
 class Checked:
     """What checking a claim gave. said: its finding, with the numbers. error: the traceback of a check that raised.
 
-    ran: whether any check was run at this depth.
+    ran: whether any check was run at this depth; trained: whether the one that trains was.
     """
 
     claim: Claim
@@ -29,14 +29,21 @@ class Checked:
     error: str
     seconds: float
     ran: bool
+    trained: bool
 
     @property
     def passed(self) -> bool | None:
-        """None: nothing was judged, as no code can or as only --depth=full does."""
+        """None: nothing was judged, as no code can, or as only --depth=full does.
+
+        Arithmetic alone does not make an empirical claim pass whose training was not run.
+        """
         if self.error:
             return False
         judged = [number.holds for number in self.numbers if number.holds is not None]
-        return all(judged) if judged else (False if self.ran else None)
+        if not judged:
+            return False if self.ran else None
+        waits = self.claim.verdict is Verdict.EMPIRICAL and self.claim.train is not None and not self.trained
+        return None if all(judged) and waits else all(judged)
 
     @property
     def status(self) -> str:
@@ -75,7 +82,8 @@ def check(claim: Claim, depth: str, folder: Path) -> Checked:
     if claim.finding and not steps and claim.train is None:
         said.append(claim.finding)  # of a claim that no code can check: it has no numbers in it
     seconds = time.perf_counter() - start
-    return Checked(claim, tuple(numbers), tuple(curves), tuple(said), error, seconds, bool(steps))
+    trained = depth == FULL and train is not None
+    return Checked(claim, tuple(numbers), tuple(curves), tuple(said), error, seconds, bool(steps), trained)
 
 
 def chosen(chapters: Sequence[Chapter], only: str) -> list[Claim]:

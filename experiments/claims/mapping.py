@@ -35,7 +35,7 @@ ROWS = (
     Row("S3 §6", Words("chain rule of probability", "概率的链式法则"), r"P(A, B) = P(A)\, P(B \mid A)",
         Words("autoregressive cross-entropy", "自回归交叉熵"), ("E01", "E03", "E04")),
     Row("S1 §1.1", Words("linear algebra", "线性代数"), r"Q = X W_Q",
-        Words("embeddings, QKV, feed-forward", "词向量、QKV、前馈网络"), ("G01", "H01", "H08", "H12")),
+        Words("embeddings, QKV, feed-forward", "词嵌入、QKV、前馈网络"), ("G01", "H01", "H08", "H12")),
     Row("S1 §1.1", Words("probability and statistics", "概率与统计"), r"p_i = e^{z_i / T} / \sum_j e^{z_j / T}",
         Words("softmax, sampling, loss", "softmax、采样、损失函数"), ("F01", "F05", "F08", "E07")),
     Row("S1 §1.1", Words("calculus, optimisation", "微积分与最优化"), r"W \leftarrow W - \eta\, \nabla_W L",

@@ -40,7 +40,7 @@ d07 = chapter.claim(
         "The mask that hides the future is 0 where i ≤ j and minus infinity where i > j.",
         "遮住未来的掩码在 i ≤ j 处为 0，在 i > j 处为负无穷。",
     ),
-    formula=r"M_{ij} = \begin{cases} 0 & (i \le j) \\ -\infty & (i > j) \end{cases}",
+    formula=r"M_{ij} = \begin{cases} 0 & (j \le i) \\ -\infty & (j > i) \end{cases}",
     finding=Words(
         "Printed upside down, and against the text beside it: this shows the future and hides the past. Attention "
         "under it gives later keys a weight of up to {future:.2f} and earlier ones {past:.0f}; the last row sees "
@@ -98,7 +98,7 @@ d08 = chapter.claim(
         "The mask is added to the dot products first, and their sum is divided by the root of d_k.",
         "先把掩码加到点积上，再把两者之和除以 d_k 的平方根。",
     ),
-    formula=r"\text{softmax}\left(\frac{QK^T + M}{\sqrt{d_k}}\right) V",
+    formula=r"\text{softmax}\left(\frac{QK^T}{\sqrt{d_k}} + M\right) V",
     finding=Words(
         "The same only for 0 and minus infinity ({infinite:.0f} apart). A finite bias is weakened by √d_k: ALiBi of "
         "slope ½ at d_k = 16 becomes one of slope ⅛, and outputs move by up to {finite:.2g}. The same article's code "

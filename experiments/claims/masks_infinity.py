@@ -45,7 +45,7 @@ d01 = chapter.claim(
         "Nothing in it is Gaussian, as S3 names it. On a computer the limit is reached: an exponential is exactly 0 "
         "from {float32:.2f} on in float32, {bfloat16:.2f} in bfloat16 and {float16:.2f} in float16.",
         "S3 称之为“高斯指数极限”，其实与高斯分布无关。计算机上这一极限真的会达到："
-        "float32 从 {float32:.2f}、bfloat16 从 {bfloat16:.2f}、float16 从 {float16:.2f} 起，指数恰为 0。",
+        "float32 从 {float32:.2f}、bfloat16 从 {bfloat16:.2f}、float16 从 {float16:.2f} 起，e 的 x 次方恰为 0。",
     ),
     uses=(masked_softmax,),
 )

@@ -73,25 +73,26 @@ c09 = chapter.claim(
     "S2 §7, S2 §7.1",
     Verdict.OVERCLAIM,
     Words(
-        "With LayerNorm after each residual sum, training stays stable however deep the model is.",
-        "在每次残差相加之后做 LayerNorm，层数再深训练也能保持稳定。",
+        "Thanks to the shortcuts of LayerNorm(x + Sublayer(x)), training stays stable in deep models.",
+        "有了 LayerNorm(x + Sublayer(x)) 中的残差捷径，层数加深训练也能保持稳定。",
     ),
     formula=r"\mathrm{Output} = \mathrm{LayerNorm}(x + \mathrm{Sublayer}(x))",
     finding=Words(
         "Of this placement the last layers' gradients do not shrink with depth: from 12 to 24 layers they become "
         "{post:.2f} times smaller, with norms before the sub-layers {pre:.2f} times, as 1/√L. A rate that suits a "
-        "shallow model is then too large for a deep one, which is what warm-up is for.",
+        "shallow model is then too large for a deep one, which is the usual reason given for warm-up.",
         "采用这种位置时，最后几层的梯度不随深度变小：从 12 层到 24 层只缩小到 1/{post:.2f}；归一化在子层之前时则缩小到 "
-        "1/{pre:.2f}，即按 1/√L。因此适合浅层模型的学习率对深层模型过大，这正是预热的作用。",
+        "1/{pre:.2f}，即按 1/√L。因此适合浅层模型的学习率对深层模型过大，这是通常给出的预热理由。",
     ),
     learned=Words(
         "Of 12-layer models, {failed_post0:.0%} of the runs over three rates end no better than byte frequencies, with "
         "50 steps of warm-up {failed_post50:.0%}; with norms before the sub-layers {failed_pre0:.0%} and "
         "{failed_pre50:.0%}. The best end at {loss_post0:.3f} and {loss_post50:.3f} nats, against {loss_pre0:.3f} and "
-        "{loss_pre50:.3f}.",
+        "{loss_pre50:.3f}. The 50 steps change the former by {warmed_low:+.2f} to {warmed_high:+.2f}.",
         "12 层模型在三种学习率下，{failed_post0:.0%} 的训练结果不比字节频率更好，预热 50 步后为 {failed_post50:.0%}；"
         "归一化在子层之前时分别为 {failed_pre0:.0%} 与 {failed_pre50:.0%}。最佳损失为 {loss_post0:.3f} 与 "
-        "{loss_post50:.3f} 奈特，对 {loss_pre0:.3f} 与 {loss_pre50:.3f}。",
+        "{loss_post50:.3f} nat，对 {loss_pre0:.3f} 与 {loss_pre50:.3f}。"
+        "预热使归一化在后的损失改变 {warmed_low:+.2f} 至 {warmed_high:+.2f}。",
     ),
     uses=(apply_stack, init_stack, norm),
 )
@@ -274,17 +275,18 @@ c13 = chapter.claim(
     ),
     formula=r"\chi = E[f'(\sqrt{q} z)^2],\quad q \leftarrow E[f(\sqrt{q} z)^2]",
     finding=Words(
-        "ReLU is not what helps. Through 24 plain nets with weights of variance 1/fan-in, a gradient keeps {tanh:.2f} "
-        "of its norm a layer with tanh, {relu:.2f} with ReLU, {gelu:.2f} with GELU and {silu:.2f} with SiLU. Residuals "
-        "and norms are: with them ReLU keeps {with_norms:.3f}.",
-        "起作用的并不是 ReLU。权重方差为 1/fan-in 的 24 个普通网络串联时，梯度每层保留：tanh {tanh:.2f}、"
-        "ReLU {relu:.2f}、GELU {gelu:.2f}、SiLU {silu:.2f}。起作用的是残差与归一化：有了它们，ReLU 每层保留 "
+        "ReLU alone does not do it. Through 24 plain nets with weights of variance 1/fan-in, a gradient keeps "
+        "{tanh:.2f} of its norm a layer with tanh, {relu:.2f} with ReLU, {gelu:.2f} with GELU and {silu:.2f} with SiLU "
+        "(with He's twice that variance, ReLU keeps 1: C08). With residuals and norms ReLU keeps {with_norms:.3f}.",
+        "单靠 ReLU 不够。权重方差为 1/fan-in 的 24 个普通网络串联时，梯度每层保留：tanh {tanh:.2f}、"
+        "ReLU {relu:.2f}、GELU {gelu:.2f}、SiLU {silu:.2f}"
+        "（按 He 初始化把方差加倍，ReLU 约为 1，见 C08）。有了残差与归一化，ReLU 每层保留 "
         "{with_norms:.3f}。",
     ),
     learned=Words(
         "With them the choice matters little: {loss_relu:.3f} nats with ReLU, {loss_gelu:.3f} with GELU, "
         "{loss_silu:.3f} with SiLU and {loss_swiglu:.3f} with SwiGLU, at equal parameters.",
-        "有了它们，选哪种激活函数差别不大：参数量相同时，ReLU {loss_relu:.3f} 奈特，GELU {loss_gelu:.3f}，"
+        "有了它们，选哪种激活函数差别不大：参数量相同时，ReLU {loss_relu:.3f} nat，GELU {loss_gelu:.3f}，"
         "SiLU {loss_silu:.3f}，SwiGLU {loss_swiglu:.3f}。",
     ),
     uses=(ffn, init_ffn, apply_stack, init_stack),
@@ -367,7 +369,7 @@ c13.full(norms_trained.activations)
 
 c14 = chapter.claim(
     "C14",
-    "S0 §4.1, S3 §4.1",
+    "derived (S0 §4.1, S3 §4.1)",
     Verdict.TRUE,
     Words(
         "As RMSNorm ignores the length of x, its Jacobian maps x to 0, and at cx it is 1/c of that at x.",

@@ -135,7 +135,7 @@ c03 = chapter.claim(
         "overflow at 300, and the output is {naive:.0f}; the library's, in float32, gives {half:.3f}, but overflows at "
         "10²⁰: {large:.0f}. And where one coordinate of 64 is 1000, the others together keep {rest:.4f}.",
         "输入很小时不然：ε = 10⁻⁵ 时千分之一的输入只得幅度 {small:.3f}。若以 float16 求平方，300 即溢出，"
-        "输出为 {naive:.0f}；库中以 float32 求均方，得 {half:.3f}，但到 10²⁰ 也会溢出，输出 {large:.0f}。"
+        "输出为 {naive:.0f}；本库以 float32 求均方，得 {half:.3f}，但到 10²⁰ 也会溢出，输出 {large:.0f}。"
         "另外，64 个分量中若有一个为 1000，其余各分量的幅度只剩 {rest:.4f}。",
     ),
     uses=(norm, rms),
@@ -180,7 +180,7 @@ c04 = chapter.claim(
     learned=Words(
         "In training little is lost: {loss_rmsnorm:.3f} nats with RMSNorm and {loss_layernorm:.3f} with LayerNorm "
         "(difference {gap_low:.3f} to {gap_high:.3f}).",
-        "训练中损失不大：RMSNorm 为 {loss_rmsnorm:.3f} 奈特，LayerNorm 为 {loss_layernorm:.3f}"
+        "训练中损失不大：RMSNorm 为 {loss_rmsnorm:.3f} nat，LayerNorm 为 {loss_layernorm:.3f}"
         "（差值 {gap_low:.3f} 至 {gap_high:.3f}）。",
     ),
     uses=(norm, rms),

@@ -42,7 +42,7 @@ c05 = chapter.claim(
     learned=Words(
         "After 200 steps 12 layers end at {loss_pre:.3f} nats with RMSNorm before the sub-layers, at {loss_post:.3f} "
         "after them and at {loss_none:.3f} without norms, each at its best rate.",
-        "训练 200 步之后，12 层模型各取最佳学习率：RMSNorm 在子层之前得 {loss_pre:.3f} 奈特，在子层之后得 "
+        "训练 200 步之后，12 层模型各取最佳学习率：RMSNorm 在子层之前得 {loss_pre:.3f} nat，在子层之后得 "
         "{loss_post:.3f}，没有归一化得 {loss_none:.3f}。",
     ),
     uses=(apply_stack, init_stack, norm),

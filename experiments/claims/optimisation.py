@@ -302,7 +302,7 @@ def falls() -> Numbers:
 
 j07 = chapter.claim(
     "J07",
-    "S1 §5.3, §8",
+    "S1 §5.3",
     Verdict.GAP,
     Words(
         "A small distillation experiment, left to the reader, makes cross-entropy and KL divergence clear.",

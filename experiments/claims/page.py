@@ -42,9 +42,10 @@ TEXTS = {
         "Each claim of the four articles with its verdict, and the numbers that check it: what theory predicts, what "
         "was measured, and how far the two may be apart. Where a claim concerns attention, norms, masks or losses, the "
         "library's own functions were measured. A check that passed means that the ledger is right, not the article: "
-        "the verdict says what the article is worth.",
+        "the verdict says what the article is worth. Formulas are the right ones, also where the article "
+        "prints another.",
         "四篇文章中的每一条论断，连同判定与检验它的数值：理论预测、实测结果，以及两者允许的差距。凡涉及注意力、归一化、"
-        "掩码或损失的论断，都用本库自己的函数实测。“检验通过”表示账本正确，并不表示文章正确：文章是否成立看判定。",
+        "掩码或损失的论断，都用本库自己的函数实测。“检验通过”表示账本正确，并不表示文章正确：文章是否成立看判定。公式均为正确写法，即便原文所印不同。",
     ),
     "chapters": Words("Chapters", "章节"),
     "show": Words("Show", "显示"),

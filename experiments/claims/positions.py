@@ -39,7 +39,7 @@ def shifted() -> Numbers:
     yield at_most("exact", Words("max |PE(pos + 50) − M PE(pos)|", "max |PE(pos + 50) − M PE(pos)|"), gap, 4 * 2.0**-40)
     table = library(np.arange(100 + k), D)
     gap = np.max(np.abs(table[k:] - table[:100] @ M.T))
-    yield at_most("float32", Words("the library's table", "程序的表"), gap, 3 * error(100 + k), "float32")
+    yield at_most("float32", Words("the library's table", "本库的表"), gap, 3 * error(100 + k), "float32")
     yield at_most(
         "orthogonal", Words("max |M Mᵀ − I|", "max |M Mᵀ − I|"), np.max(np.abs(M @ M.T - np.eye(D))), 4 * 2.0**-52
     )
@@ -193,7 +193,7 @@ g12 = chapter.claim(
         "{coarse:.0f} different ones would be left: the library's RoPE refuses such positions.",
         "只在精确运算中成立。float32 下位置 16777217 与 16777216 的向量相同（距离 {alias:.0f}）；前 65536 个位置各不"
         "相同，d = 64 时最小距离为 {least:.2f}。若先把位置转成 bfloat16，就只剩 {coarse:.0f} 个不同的位置："
-        "程序的 RoPE 拒绝这样的位置。",
+        "本库的 RoPE 拒绝这样的位置。",
     ),
     uses=(sinusoidal, rotation),
 )

@@ -64,6 +64,10 @@ def without_positions(folder: Path) -> Numbers:
     found, _ = training.trained(order(), SEEDS, folder)
     label = Words("loss without positions, causal − bidirectional", "不加位置编码的损失，因果 − 双向")
     yield from lower_arm("causal", label, found, "causal", "bidirectional")
+    ends = training.arms(found)["causal"]["metrics"]["report_loss"]["ci95"] or (math.nan, math.nan)
+    label = Words("causal: upper end of the 95% interval", "因果：95% 置信区间上端")
+    # What no model can have that does not know the last symbol but one.
+    yield at_most("ordered", label, ends[1], of_one_symbol(chain_of(order().arms[0].config)), "float32")
     arms = training.arms(found)
     for name, words in (
         ("causal", Words("causal, no positions", "因果，不加位置编码")),

@@ -55,7 +55,7 @@ def relative() -> Numbers:
     label = Words("max difference of the two scores", "两处得分的最大差")
     yield at_most("exact", label, np.max(np.abs(apart[0] - apart[1])), 1e-12, "complex128")
     for m in (2, 102):
-        label = Words(f"the library's scores at {m}, {m + 3}, error", f"程序在位置 {m}, {m + 3} 处得分的误差")
+        label = Words(f"the library's scores at {m}, {m + 3}, error", f"本库在位置 {m}, {m + 3} 处得分的误差")
         gap = np.max(np.abs(scores(q, k, m, m + 3) - exact))
         yield at_most(f"at{m}", label, gap, rounding(q, k, m, m + 3), "float32")
     label = Words("max |score(2, 5) − score(5, 2)|: the sign counts", "max |得分(2, 5) − 得分(5, 2)|：符号有影响")
@@ -230,8 +230,8 @@ a13 = chapter.claim(
     "S0 §2.4, S3 §2.4",
     Verdict.IMPRECISE,
     Words(
-        "If a whole sentence moves to the right, nothing changes for the model.",
-        "句子整体右移，对模型来说什么都不变。",
+        "As the scores stay as they are, the model is invariant when a whole sentence moves to the right.",
+        "得分不变，所以句子整体右移时，模型具有平移不变性。",
     ),
     finding=Words(
         "What is invariant is q·k. Logits of a RoPE model stay (within {hidden:.0e}) when a sentence moves right "

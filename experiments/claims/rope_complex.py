@@ -69,7 +69,7 @@ def quarter_turns() -> Numbers:
     for place in (1j, -1, -1j, 1):
         x = rotate(x, quarter, "half")
         gaps.append(abs(number(x).item() - place))
-    label = Words("the library's quarter turns, distance from i, −1, −i, 1", "程序的四次旋转与 i, −1, −i, 1 的距离")
+    label = Words("the library's quarter turns, distance from i, −1, −i, 1", "本库的四次旋转与 i, −1, −i, 1 的距离")
     yield near("walked", label, max(gaps), 0.0, dtype="float32")
 
 
@@ -159,7 +159,7 @@ def euler() -> Numbers:
     quarter = Scaled(jnp.asarray([np.pi / 2], jnp.float32), jnp.float32(1))
     turn = rotation(at(0, 1, 2), 2, BASE, quarter)
     found = number(jnp.stack([turn.cos, turn.sin], axis=-1)).reshape(3)
-    label = Words("the library at 0, π/2, π: distance from 1, i, −1", "程序在 0, π/2, π 处与 1, i, −1 的距离")
+    label = Words("the library at 0, π/2, π: distance from 1, i, −1", "本库在 0, π/2, π 处与 1, i, −1 的距离")
     yield at_most("landmarks", label, np.max(np.abs(found - [1, 1j, -1])), 2 * np.pi * U, "float32")
 
 
@@ -268,7 +268,7 @@ def conjugates() -> Numbers:
     )
     yield at_most("polar", label, np.max(np.abs(real - polar) / size), 2e-15, "complex128")
     scores = np.asarray(attention_scores(jnp.asarray(q), jnp.asarray(k), RAW), np.float64).ravel()
-    label = Words("the library's score against Re qk*, relative", "程序的得分与 Re qk* 的相对差")
+    label = Words("the library's score against Re qk*, relative", "本库的得分与 Re qk* 的相对差")
     yield at_most("library", label, np.max(np.abs(scores - real) / size), 4 * U, "float32")
 
 

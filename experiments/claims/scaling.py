@@ -86,7 +86,7 @@ b18 = chapter.claim(
     finding=Words(
         "Among 64 keys the largest weight is {top:.3f} on average, {times:.1f} times the even share, and the entropy "
         "{entropy:.3f} of ln 64 = 4.159 nats.",
-        "64 个键中最大权重平均为 {top:.3f}，是均分的 {times:.1f} 倍；熵为 {entropy:.3f}，而 ln 64 = 4.159 奈特。",
+        "64 个键中最大权重平均为 {top:.3f}，是均分的 {times:.1f} 倍；熵为 {entropy:.3f}，而 ln 64 = 4.159 nat。",
     ),
     uses=(attend,),
 )
@@ -103,7 +103,7 @@ def weights(q: np.ndarray, k: np.ndarray, exponent: float = 0.5, temperature: fl
 def evenness() -> Numbers:
     p = weights(*heads(64))
     top, entropy = p.max(axis=-1).mean(axis=1), entropies(p).mean(axis=1)
-    yield sampled("entropy", Words("entropy, nats", "熵（奈特）"), entropy, 3.685)
+    yield sampled("entropy", Words("entropy, nats", "熵（nat）"), entropy, 3.685)
     yield at_most("below", Words("entropy, against ln 64 − 0.4", "熵，不超过 ln 64 − 0.4"), np.mean(entropy),
                   math.log(64) - 0.4, "float32")  # fmt: skip
     yield sampled("top", Words("mean of the largest weight", "最大权重的均值"), top, 0.108)
@@ -121,7 +121,7 @@ b19 = chapter.claim(
     finding=Words(
         "At the start: over d_k = 16 … 512 the entropy of 64 weights moves by {scaled:.3f} nats; unscaled, by "
         "{unscaled:.1f}.",
-        "在初始时成立：d_k 从 16 到 512，64 个权重的熵只变动 {scaled:.3f} 奈特；不缩放则变动 {unscaled:.1f}。",
+        "在初始时成立：d_k 从 16 到 512，64 个权重的熵只变动 {scaled:.3f} nat；不缩放则变动 {unscaled:.1f}。",
     ),
     uses=(attend,),
 )
@@ -147,7 +147,7 @@ def by_dimension() -> Numbers:
 
 b20 = chapter.claim(
     "B20",
-    "S0 §3, S1 §3.3, S2 §4.3",
+    "cross (S0 §3.3, S1 §3.3, S2 §4.3)",
     Verdict.TRUE,
     Words(
         "Dividing scores by √d_k is softmax at temperature √d_k: unscaled attention is scaled attention at temperature "
@@ -186,7 +186,7 @@ b21 = chapter.claim(
         "Right if s is the plain product; read in order, it divides by d_k. Then 64 keys get nearly even weights "
         "(entropy {entropy:.3f} of 4.159 nats), and the query's gradient is {smaller:.1f} times smaller.",
         "若 s 指未缩放的点积，公式无误；若顺着读下来，则总共除以 d_k：64 个键的权重几乎均等"
-        "（熵 {entropy:.3f}，上限 4.159 奈特），查询的梯度缩小到 1/{smaller:.1f}。",
+        "（熵 {entropy:.3f}，上限 4.159 nat），查询的梯度缩小到 1/{smaller:.1f}。",
     ),
     uses=(score_factor, attend),
 )

@@ -150,11 +150,12 @@ b12 = chapter.claim(
     formula=r"\frac{\partial L}{\partial q} = c\, K^\top (\mathrm{diag}(p) - p p^\top)\, V g,\quad "
     r"\frac{\partial L}{\partial v_j} = p_j\, g",
     finding=Words(
-        "The gradient of the values does not depend on saturation: it sums to the output's, to {values:.0e}. That of "
-        "the query is larger without the division, as the factor 1/√d_k multiplies it, too: {off64:.1f} against "
-        "{on64:.2f} with 64 keys. What shrinks is its lower tail: the tenth percentile with 10 keys is {low_off:.3f} "
-        "against {low_on:.2f}.",
-        "值向量的梯度与饱和无关，其总和恒等于输出的梯度（误差 {values:.0e}）。不做缩放时查询的梯度平均反而更大，"
+        "The gradients of the values cannot all vanish: they are p_j g, and sum to the output's g (to {values:.0e}). "
+        "That of the query is larger without the division, as the factor 1/√d_k multiplies it, too: {off64:.1f} "
+        "against {on64:.2f} with 64 keys. What shrinks is its lower tail: the tenth percentile with 10 keys is "
+        "{low_off:.3f} against {low_on:.2f}.",
+        "值向量的梯度不可能全部消失：它们是 p_j g，总和恒等于输出的梯度 g（误差 {values:.0e}）。"
+        "不做缩放时查询的梯度平均反而更大，"
         "因为因子 1/√d_k 也乘在梯度上：64 个键时为 {off64:.1f} 对 {on64:.2f}。真正变小的是下尾："
         "10 个键时第 10 百分位为 {low_off:.3f} 对 {low_on:.2f}。",
     ),
@@ -204,7 +205,7 @@ def gradients() -> Numbers:
                 yield shown(f"low_{name}", label, np.percentile(sizes[name], 10), "float32")
         ratio = np.mean(sizes["off"]) / np.mean(sizes["on"])
         label = Words(f"unscaled over scaled mean ‖dL/dq‖, {n} keys", f"不缩放与缩放的 ‖dL/dq‖ 均值之比，{n} 个键")
-        # The weights' derivative shrinks by less than half, the factor grows by 8.
+        # The weights' derivative shrinks to no less than 0.46 of it, the factor grows by 8.
         yield at_least(f"ratio{n}", label, ratio, 2.0, "float32")
         if n == 10:
             label = Words("unscaled over scaled tenth percentile, 10 keys", "不缩放与缩放的第 10 百分位之比，10 个键")
@@ -221,17 +222,18 @@ def gradients() -> Numbers:
 
 b13 = chapter.claim(
     "B13",
-    "S0 §3.2, S3 §3.2, S1 §2.2, S2 §4.3",
+    "S0 §3.2, S3 §3.2, S2 §4.3",
     Verdict.EMPIRICAL,
     Words("A model trained without the division cannot learn.", "不做缩放的模型无法训练。"),
     finding=Words(
-        "It learns, less well. A model with one head of 64, each arm at its best rate, ends at {loss_off:.3f} nats a "
-        "byte without the division and at {loss_on:.3f} with it (difference {low:.3f} to {high:.3f}); before the first "
+        "It learns, less well. A model with one head of 64, each arm at the best of the rates tried, ends at "
+        "{loss_off:.3f} nats a byte without the division and at {loss_on:.3f} with it (difference {low:.3f} to "
+        "{high:.3f}); before the first "
         "step the query's mean gradient is {gradients:.1f} times as large without. Dividing by d_k gives "
-        "{loss_twice:.3f}.",
-        "能学，只是较差。单头、头维度 64 的模型各取最佳学习率：不缩放时损失为每字节 {loss_off:.3f} 奈特，"
+        "{loss_twice:.3f}: √d_k is not the best here.",
+        "能学，只是较差。单头、头维度 64 的模型各取所试学习率中最好的：不缩放时损失为每字节 {loss_off:.3f} nat，"
         "缩放时为 {loss_on:.3f}（差值 {low:.3f} 至 {high:.3f}）；训练之前，不缩放时查询梯度的均值是缩放时的 "
-        "{gradients:.1f} 倍。除以 d_k 则得 {loss_twice:.3f}。",
+        "{gradients:.1f} 倍。除以 d_k 则得 {loss_twice:.3f}：√d_k 在此并非最优。",
     ),
     uses=(attend, score_factor),
 )

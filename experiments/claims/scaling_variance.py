@@ -67,7 +67,7 @@ b01 = chapter.claim(
         "In float32 the formula is a poor way to compute it: at a mean of 4096 it gives {one_pass:.3g} for {var:.4f}, "
         "which is why the library averages squared deviations.",
         "但在 float32 中不宜照此计算：均值为 4096 时它给出 {one_pass:.3g}，而实际为 {var:.4f}；"
-        "因此库中改为对离差的平方求平均。",
+        "因此本库改为对离差的平方求平均。",
     ),
     uses=(norm,),
 )

@@ -143,9 +143,10 @@ f07 = chapter.claim(
     learned=Words(
         "A trained model's answers to sums are right to {right0:.1%} at T = 0, {right01:.1%} at 0.1, {right08:.1%} at "
         "0.8, {right12:.1%} at 1.2 and {right2:.1%} at 2; its calibration error at these is {ece0:.3f}, {ece01:.3f}, "
-        "{ece08:.3f}, {ece12:.3f} and {ece2:.3f}.",
+        "{ece08:.3f}, {ece12:.3f} and {ece2:.3f}. Steps and seeds were set after a first look.",
         "训练好的模型做加法题，T = 0、0.1、0.8、1.2、2 时答对率为 {right0:.1%}、{right01:.1%}、{right08:.1%}、"
-        "{right12:.1%}、{right2:.1%}，校准误差为 {ece0:.3f}、{ece01:.3f}、{ece08:.3f}、{ece12:.3f}、{ece2:.3f}。",
+        "{right12:.1%}、{right2:.1%}，校准误差为 {ece0:.3f}、{ece01:.3f}、{ece08:.3f}、{ece12:.3f}、{ece2:.3f}。"
+        "步数与种子数是看过初步结果后定下的。",
     ),
     uses=(adjusted, Sampler),
 )
@@ -271,7 +272,7 @@ def samplers() -> Numbers:
 
 f09 = chapter.claim(
     "F09",
-    "S1 §3.1",
+    "missing (S1 §3.1)",
     Verdict.TRUE,
     Words(
         "Softmax does not change when a constant is added to every score (which none of the articles states).",

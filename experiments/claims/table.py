@@ -1,7 +1,7 @@
 """What the ledger prints: a line a claim as it is checked, then what failed, and the counts."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from experiments.claims.ledger import Checked, check
@@ -14,9 +14,9 @@ STYLES = {"failed": "bold red", "broken": "bold red", "unverifiable": "dim", "at
 EXPLAINED = (Verdict.WRONG, Verdict.CONDITIONAL)
 
 
-def watch(claims: Sequence[Claim], depth: str, folder: Path) -> list[Checked]:
+def watch(claims: Sequence[Claim], depth: str, folder: Path) -> Iterator[Checked]:
     """Check one claim after the other, and say each as it is known."""
-    console, done = console_of(None), []
+    console = console_of(None)
     for claim in claims:
         one = check(claim, depth, folder)
         head = one.headline
@@ -26,8 +26,7 @@ def watch(claims: Sequence[Claim], depth: str, folder: Path) -> list[Checked]:
         if claim.verdict in EXPLAINED:
             for words in one.said:
                 say(console, f"     {words.en}", "dim")
-        done.append(one)
-    return done
+        yield one
 
 
 def said(number: Number, language: int = 0) -> str:
