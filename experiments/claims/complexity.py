@@ -178,10 +178,12 @@ i08 = chapter.claim(
         "Trained alike on “what followed this symbol before?”, a GRU answers {gru6:.0%} right among 6 symbols, "
         "{gru12:.0%} among 12 and {gru24:.0%} among 24, attention {attention6:.0%}, {attention12:.0%} and "
         "{attention24:.0%}. On this budget recurrent recall falls off sooner: whether its state is full or its "
-        "training too short, this does not tell.",
+        "training too short, this does not tell. Steps, seeds and what is judged were set "
+        "after a first look.",
         "同样训练“这个符号上次出现时后面是什么”：GRU 在 6 个符号中答对 {gru6:.0%}，12 个中 {gru12:.0%}，24 个中 "
         "{gru24:.0%}；注意力分别为 {attention6:.0%}、{attention12:.0%} 和 {attention24:.0%}。"
-        "在这一训练预算下，循环网络的回忆更早变差；究竟是状态容量不够还是训练不足，本实验无法区分。",
+        "在这一训练预算下，循环网络的回忆更早变差；究竟是状态容量不够还是训练不足，本实验无法区分。"
+        "步数、种子数与判据是看过初步结果后定下的。",
     ),
     uses=(attention_scores, weights_of, attend),
 )
