@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
             raise
         print(f"launch.py: {processes.name()}{' '.join(str(error).split())}", file=sys.stderr)
         return REFUSED
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:  # what a collective raises depends on who waits for it
         if debug or not processes.lost(error):
             raise
         print(

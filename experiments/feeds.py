@@ -34,7 +34,7 @@ class Feed(Protocol):
     """A run's data and its compiled step."""
 
     def advance(self, state: TrainState, stop: int) -> tuple[TrainState, Record]:
-        """The state (donated) at step `stop`, and LOGGED for each update on the way; waits for all of it."""
+        """The state (donated) at step `stop`, and LOGGED for each update on the way; every device is done with it."""
         ...
 
     def cursor(self) -> Any:
@@ -66,7 +66,7 @@ class OnDevice:
 
     def advance(self, state: TrainState, stop: int) -> tuple[TrainState, Record]:
         start = int(state.step)
-        state, record = self._advance(state, self._hyper, np.int32(stop), self._data)
+        state, record = jax.block_until_ready(self._advance(state, self._hyper, np.int32(stop), self._data))
         return state, {name: np.asarray(x)[: stop - start] for name, x in record.items()}
 
     def cursor(self) -> None:
@@ -113,6 +113,7 @@ class FromHost:
                 jax.block_until_ready(rows[-1])
             state, metrics = self._advance(state, self._hyper, batch)
             rows.append(metrics)
+        jax.block_until_ready(state)
         return state, {name: np.asarray([row[name] for row in jax.device_get(rows)]) for name in LOGGED}
 
     def cursor(self) -> Any:

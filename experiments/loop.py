@@ -184,7 +184,8 @@ def train(
                 measured: dict[str, float | None] = {}
                 bar.update(done, tokens=float(record["tokens"].sum()), loss=float(record["loss"][-1]), **shown)
                 if done % eval_every == 0 or done == config.steps:
-                    measured = describe(evaluation(state.weights, numbers, task.data), task)
+                    sums = jax.block_until_ready(evaluation(state.weights, numbers, task.data))
+                    measured = describe(sums, task)
                     if judge.score is not None:
                         measured |= judge.score(state.weights)
                     log.rows([{"step": done, "split": "selection", **measured}])

@@ -77,6 +77,8 @@ def join(coordinator: str, num_processes: int, process_id: int) -> None:
     by_hand: dict[str, Any] = {}
     if any(given):
         by_hand = {"coordinator_address": coordinator, "num_processes": num_processes, "process_id": process_id}
+    # Its handler would swallow a SIGTERM that comes before ours is there; of those after, `agree` tells the others.
+    jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(**by_hand, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
     except (RuntimeError, ValueError) as error:
@@ -113,9 +115,10 @@ def agree(*own: int) -> Sequence[Sequence[int]]:
     if _count == 1:
         return [own]
     import numpy as np
-    from jax.experimental import multihost_utils
 
-    return multihost_utils.process_allgather(np.asarray(own, np.int32)).reshape(_count, len(own)).tolist()
+    from transformer_jax import hosts
+
+    return hosts.gather(np.asarray(own, np.int32)).tolist()
 
 
 def same(what: str, value: int) -> None:

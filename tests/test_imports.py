@@ -13,7 +13,8 @@ ORDER = (
     "errors", "keys", "config", "presets", "batch", "data", "masks", "numerics", "rope_scaling", "rope", "positions",
     "relative", "norms", "ffn", "moe", "scores", "embedding", "dense", "blockwise", "banded", "linear_attention",
     "attention", "ring", "layers", "encoder_decoder", "importing", "samplers", "cache", "decode", "beam", "exact",
-    "dependencies", "losses", "optim", "train", "topology", "sharding", "checkpoint", "saver", "meter", "collectives",
+    "dependencies", "losses", "optim", "train", "topology", "sharding", "hosts", "checkpoint", "saver", "meter",
+    "collectives",
 )  # fmt: skip
 # Each of these has one doorway.
 DOORWAYS = {

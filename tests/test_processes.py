@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,8 @@ TINY = [
 ENDLESS = ["--steps=100000", "--eval_every=100000"]
 # As `python launch.py`, with a shorter patience, so that the tests need not wait for a dead process as long.
 PROGRAM = """
-    import os, sys, runpy
+    import faulthandler, os, signal, sys, runpy
+    faulthandler.register(signal.SIGUSR1)
     from experiments import processes
     processes.HEARTBEAT_SECONDS = 10
     sys.argv[0] = "launch.py"
@@ -62,11 +64,28 @@ def start_two(code: str, *args: str) -> list[subprocess.Popen[str]]:
 
 
 def end(children: list[subprocess.Popen[str]], seconds: float) -> list[tuple[str, str]]:
+    """What each wrote, ended within that time; else all are killed, and the failure shows where they were."""
     try:
         return [child.communicate(timeout=seconds) for child in children]
+    except subprocess.TimeoutExpired:
+        for child in children:
+            child.send_signal(signal.SIGUSR1)
+        time.sleep(2)
+        for child in children:
+            child.kill()
+        pytest.fail("\n".join(f"{child.args}\n{''.join(child.communicate())}" for child in children))
     finally:
         for child in children:
             child.kill()
+
+
+def wait_for(ready: Callable[[], bool], children: list[subprocess.Popen[str]]) -> None:
+    """Until `ready`, 100 s at most; else as `end`, with what the children were at."""
+    deadline = time.monotonic() + 100
+    while not ready():
+        if time.monotonic() > deadline or any(child.poll() is not None for child in children):
+            raise AssertionError(end(children, 1))
+        time.sleep(0.2)
 
 
 def rows(folder: Path) -> list[dict]:
@@ -110,15 +129,33 @@ def test_two_processes_equal_one_and_each_opens_what_the_other_saved(straight: P
 def test_a_signal_to_one_stops_both_saved(tmp_path: Path) -> None:
     folder = tmp_path / "w"
     children = start_two(PROGRAM, *TINY, f"--workdir={folder}", *ENDLESS)
-    deadline = time.monotonic() + 100
-    while time.monotonic() < deadline and not ((folder / "metrics.jsonl").exists() and len(rows(folder)) > 3):
-        time.sleep(0.2)
+    wait_for(lambda: (folder / "metrics.jsonl").exists() and len(rows(folder)) > 3, children)
     children[1].send_signal(signal.SIGTERM)
     (_, told), (_, quiet) = end(children, 60)
     assert [child.returncode for child in children] == [128 + signal.SIGTERM] * 2, (told, quiet)
     assert "another process was told to stop; saved" in told
     step = checkpoint.steps(folder / "checkpoints")[-1]
     assert f"stopped at step {step}" in told
+
+
+def test_a_signal_before_the_first_step_ends_a_process(tmp_path: Path) -> None:
+    """JAX's preemption service, on by default, notes a SIGTERM and goes on: `kill` would do nothing until we listen."""
+    code = """
+        import os, sys, time
+        from experiments import processes
+        processes.join(sys.argv[2].split("=")[1], 2, int(sys.argv[4].split("=")[1]))
+        open(f"{sys.argv[1]}/{processes.index()}", "w").close()
+        time.sleep(60)
+    """
+    children = start_two(code, str(tmp_path))
+    wait_for(lambda: len(list(tmp_path.iterdir())) == 2, children)
+    time.sleep(2)  # the service's handler is set by a thread of its own
+    children[1].send_signal(signal.SIGTERM)
+    try:
+        assert children[1].wait(20) == -signal.SIGTERM
+    finally:
+        children[0].kill()
+        end(children, 5)
 
 
 @pytest.mark.parametrize("way", ["killed", "raises"])
@@ -146,7 +183,7 @@ def test_a_process_that_dies_ends_the_other_with_a_message(way: str, tmp_path: P
     told = end(children[:1], 60)[0][1]
     assert time.monotonic() - begun < 60
     assert children[0].returncode != 0
-    assert "process 0 of 2: another process has ended" in told or "another task died" in told
+    assert "process 0 of 2: another process has ended" in told or "another task died" in told, told[-2000:]
     assert children[1].returncode == (-9 if way == "killed" else 1)
     assert way == "killed" or "the loader broke" in err
 

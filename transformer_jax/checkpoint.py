@@ -25,8 +25,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 
+from transformer_jax import hosts
 from transformer_jax.errors import CheckpointError, unknown
 
 STATE, MANIFEST, MANIFEST_FILE = "state", "manifest", "manifest.json"
@@ -78,8 +78,7 @@ def to_host(leaf: Any) -> np.ndarray:
     if is_key(leaf):
         leaf = jax.random.key_data(leaf)
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        spread = not leaf.is_fully_replicated
-        leaf = multihost_utils.process_allgather(leaf, tiled=True) if spread else leaf.addressable_data(0)
+        leaf = hosts.whole(leaf)
     return np.array(leaf, order="C")
 
 

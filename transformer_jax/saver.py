@@ -18,9 +18,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
-from transformer_jax import checkpoint
+from transformer_jax import checkpoint, hosts
 from transformer_jax.errors import CheckpointError
 
 Value = tuple[float, float]  # what checkpoints are compared by
@@ -137,7 +136,7 @@ class Saver(contextlib.AbstractContextManager):
         step, future = self._pending
         error = future.exception()  # Ctrl-C here leaves the save pending, for close() to wait on
         self._pending, what = None, f"save of step {step} in {self.folder} failed"
-        if multihost_utils.broadcast_one_to_all(np.int32(error is not None)) and error is None:
+        if hosts.gather(np.int32(error is not None))[0] and error is None:
             raise CheckpointError(f"{what} on process 0")
         if error is not None:
             raise CheckpointError(f"{what}: {checkpoint.cause(error)}") from error
