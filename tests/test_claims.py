@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -18,9 +19,12 @@ import pytest
 
 import launch
 from experiments import claims
-from experiments.claims import ledger, mapping, page, record, surprising, table
-from experiments.claims.record import Chapter, Claim, Numbers, Verdict, Words, at_least, at_most, near, shown
+from experiments.claims import ledger, mapping, page, record, surprising, table, training
+from experiments.claims.record import Caveat, Chapter, Claim, Numbers, Verdict, Words, at_least, at_most, near, shown
+from experiments.grid import Arm
+from experiments.sweep import Question
 from tests.mutants import MUTANTS
+from transformer_jax.config import Config, Hyper
 from transformer_jax.errors import UserError
 
 ROWS = {"A": 14, "B": 22, "C": 14, "D": 13, "E": 18, "F": 9, "G": 16, "H": 18, "I": 9, "J": 7}
@@ -186,6 +190,29 @@ def test_what_trains_waits_for_full_depth(tmp_path: Path) -> None:
     assert (trained.status, trained.said[0].en, folders) == ("passed", "3", [tmp_path / "Z01"])
 
 
+def test_a_caveat_is_shown_with_its_claim_and_other_warnings_go_on(tmp_path: Path) -> None:
+    def warns() -> Numbers:
+        for _ in range(2):
+            warnings.warn(Caveat(Words("beware", "注意")), stacklevel=2)
+        warnings.warn("of another kind", UserWarning, stacklevel=2)
+        yield near("x", Words("", ""), 1.0, 1.0)
+
+    with pytest.warns(UserWarning, match="of another kind") as caught, warnings.catch_warnings():
+        warnings.simplefilter("always")
+        one = ledger.check(of(warns), ledger.QUICK, tmp_path)
+    assert one.status == "passed" and one.caveats == (Words("beware", "注意"),)
+    assert len(caught) == 1
+
+
+def test_a_best_rate_at_an_end_of_its_range_is_a_caveat(tmp_path: Path) -> None:
+    config = Config(task="copy", d_model=8, num_heads=2, num_layers=1, seq_len=9, batch_size=4, steps=2)
+    question = Question("ends", "?", (Arm("only", config, Hyper()),), learning_rates=(1e-3, 1e-2), comparisons=())
+    with pytest.warns(Caveat, match=r"only: the best learning_rate=0.01? is the \w+ tried") as caught:
+        found, _ = training.trained(question, 2, tmp_path / "w")
+    assert isinstance(caught[0].message, Caveat) and "学习率" in caught[0].message.words.zh
+    assert found["arms"][0]["best_learning_rate"] in (1e-3, 1e-2)
+
+
 # --- the run -------------------------------------------------------------------------
 
 
@@ -225,6 +252,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path]]:
         raise RuntimeError("the check is broken")
 
     def off() -> Numbers:
+        warnings.warn(Caveat(Words("rates end here", "学习率到此为止")), stacklevel=2)
         yield near("x", Words("off", "偏差"), float("nan"), 1.0)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -250,6 +278,7 @@ def test_a_broken_check_ends_nothing_and_fails_the_run(ran: tuple[int, Path]) ->
     wanted = {"id", "verdict", "predicted", "measured", "tolerance", "dtype", "passed", "seconds", "functions"}
     assert all(wanted <= set(row) for row in rows.values())
     assert rows["E09"]["measured"] == "nan"
+    assert rows["E09"]["caveats"] == [{"en": "rates end here", "zh": "学习率到此为止"}] and not rows["E08"]["caveats"]
 
 
 def test_a_ledger_of_other_claims_is_kept(ran: tuple[int, Path], tmp_path: Path) -> None:
@@ -276,6 +305,7 @@ def test_the_page_has_both_languages_and_loads_nothing(ran: tuple[int, Path]) ->
     assert found.loads and all(load.startswith("data:image/png;base64,") for load in found.loads)
     assert "@import" not in text and "url(" not in text
     assert "the check is broken" in text and "<math" in text
+    assert "rates end here" in text and "学习率到此为止" in text
     for row in mapping.ROWS:
         assert row.mathematics.zh in text
 

@@ -1,15 +1,17 @@
 """Checking the claims: which are asked for, what came out, and the record of it for claims.json."""
 
+import contextlib
 import dataclasses
 import difflib
 import math
 import time
 import traceback
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.claims.record import Chapter, Claim, Curves, Number, Verdict, Words, fill
+from experiments.claims.record import Caveat, Chapter, Claim, Curves, Number, Verdict, Words, fill
 from transformer_jax.errors import UserError
 
 QUICK, FULL = "quick", "full"
@@ -19,6 +21,7 @@ QUICK, FULL = "quick", "full"
 class Checked:
     """What checking a claim gave. said: its finding, with the numbers. error: the traceback of a check that raised.
 
+    caveats: what the check warned of, such as a best learning rate at an end of its range.
     ran: whether any check was run at this depth; trained: whether the one that trains was.
     """
 
@@ -26,6 +29,7 @@ class Checked:
     numbers: tuple[Number, ...]
     curves: tuple[Curves, ...]
     said: tuple[Words, ...]
+    caveats: tuple[Words, ...]
     error: str
     seconds: float
     ran: bool
@@ -69,21 +73,38 @@ def check(claim: Claim, depth: str, folder: Path) -> Checked:
         steps.append((claim.measure, claim.finding))
     if depth == FULL and train is not None:
         steps.append((lambda: train(folder / claim.id), claim.learned if steps else claim.learned or claim.finding))
-    try:
-        for measure, sentence in steps:
-            found = list(measure())
-            mine = [one for one in found if isinstance(one, Number)]
-            numbers += mine
-            curves += [one for one in found if isinstance(one, Curves)]
-            if sentence:
-                said.append(fill(sentence, mine))
-    except Exception as raised:  # a check that raises is broken; the others go on
-        error = "".join(traceback.format_exception(raised))
+    with _heard() as caveats:
+        try:
+            for measure, sentence in steps:
+                found = list(measure())
+                mine = [one for one in found if isinstance(one, Number)]
+                numbers += mine
+                curves += [one for one in found if isinstance(one, Curves)]
+                if sentence:
+                    said.append(fill(sentence, mine))
+        except Exception as raised:  # a check that raises is broken; the others go on
+            error = "".join(traceback.format_exception(raised))
     if claim.finding and not steps and claim.train is None:
         said.append(claim.finding)  # of a claim that no code can check: it has no numbers in it
     seconds = time.perf_counter() - start
     trained = depth == FULL and train is not None
-    return Checked(claim, tuple(numbers), tuple(curves), tuple(said), error, seconds, bool(steps), trained)
+    return Checked(
+        claim, tuple(numbers), tuple(curves), tuple(said), tuple(caveats), error, seconds, bool(steps), trained
+    )
+
+
+@contextlib.contextmanager
+def _heard() -> Iterator[list[Words]]:
+    """Caveats that are warned of inside, each once; other warnings go on as they would."""
+    caveats: list[Words] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", Caveat)
+        yield caveats
+    for one in caught:
+        if not isinstance(one.message, Caveat):
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+        elif one.message.words not in caveats:
+            caveats.append(one.message.words)
 
 
 def chosen(chapters: Sequence[Chapter], only: str) -> list[Claim]:
@@ -128,6 +149,7 @@ def record(checked: Checked) -> dict[str, Any]:
         "passed": checked.passed,
         "status": checked.status,
         "seconds": round(checked.seconds, 3),
+        "caveats": [words._asdict() for words in checked.caveats],
         "finding": [words._asdict() for words in checked.said],
         "functions": [name_of(function) for function in claim.uses],
         "numbers": [_number(number) for number in checked.numbers],

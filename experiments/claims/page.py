@@ -127,6 +127,7 @@ def card(one: Checked) -> dict[str, Any]:
         "said": one.said,
         "numbers": [(n.label, short(n.measured), expected(n), n.dtype, n.holds) for n in one.numbers],
         "functions": [(f"{use.__module__}.", use.__qualname__) for use in claim.uses],
+        "caveats": one.caveats,
         "pictures": [(picture(curves), curves.caption) for curves in one.curves],
         "error": one.error,
     }

@@ -31,6 +31,17 @@ class Words(NamedTuple):
     zh: str
 
 
+class Caveat(UserWarning):
+    """What a reader of a claim's numbers should know beside them; the ledger shows it with the claim.
+
+    Warned by the check, however deep it stands: `warnings.warn(Caveat(words), stacklevel=2)`.
+    """
+
+    def __init__(self, words: Words) -> None:
+        super().__init__(words.en)
+        self.words = words
+
+
 class Verdict(enum.StrEnum):
     """What the ledger says of a claim; not whether its check passed."""
 

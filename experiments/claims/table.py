@@ -26,6 +26,8 @@ def watch(claims: Sequence[Claim], depth: str, folder: Path) -> Iterator[Checked
         if claim.verdict in EXPLAINED:
             for words in one.said:
                 say(console, f"     {words.en}", "dim")
+        for words in one.caveats:
+            say(console, f"     {words.en}", "yellow")
         yield one
 
 

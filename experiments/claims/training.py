@@ -1,11 +1,12 @@
 """Claims that only training can tell: a sweep with the project's own statistics, in the ledger's folder."""
 
-import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from experiments import ask, results
+from experiments.claims.record import Caveat, Words
 from experiments.interrupt import Stopper
 from experiments.sweep import Outcome, Question, run_sweep
 from experiments.workdir import open_workdir, write_json
@@ -14,6 +15,7 @@ from experiments.workdir import open_workdir, write_json
 def trained(question: Question, seeds: int, folder: Path) -> tuple[dict[str, Any], Outcome]:
     """(results.json of the sweep, its runs). What `folder` holds of it is kept: the same command goes on.
 
+    Warns with a Caveat for each arm whose best rate is an end of the range, or diverged with some seeds.
     Raises KeyboardInterrupt where the sweep is interrupted, after saving; WorkdirError if the folder holds another.
     """
     question = ask.resolved(question)
@@ -27,9 +29,18 @@ def trained(question: Question, seeds: int, folder: Path) -> tuple[dict[str, Any
     found = results.build(outcome)
     for arm in found["arms"]:
         if arm["warning"]:
-            print(f"{question.name}, {arm['name']}: {arm['warning']}", file=sys.stderr)
+            warnings.warn(Caveat(_words(arm)), stacklevel=2)
     write_json(folder / "results.json", found)
     return found, outcome
+
+
+def _words(arm: Mapping[str, Any]) -> Words:
+    """An arm's warning, in both languages."""
+    best, rates = arm["best_learning_rate"], [row["learning_rate"] for row in arm["learning_rates"]]
+    lost = [run for run in arm["diverged"] if run["learning_rate"] == best]
+    zh = [f"最佳学习率 {best:g} 是所试范围的端点，范围外或许更好"] if best in (min(rates), max(rates)) else []
+    zh += [f"在其最佳学习率下有 {len(lost)} 个种子发散"] if lost else []
+    return Words(f"{arm['name']}: {arm['warning']}", f"{arm['name']}：{'；'.join(zh)}")
 
 
 def arms(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
