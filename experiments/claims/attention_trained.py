@@ -103,7 +103,7 @@ def alignment_question() -> Question:
         name="claim_alignment",
         title="Does cross-attention look where the next token stands?",
         arms=tuple(Arm(task, config.replace(task=task), Hyper()) for task in TASKS),
-        learning_rates=(3e-3, 6e-3, 1.2e-2),
+        learning_rates=(3e-3, 6e-3, 1.2e-2, 2.4e-2),
         comparisons=(),
     )
 

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from experiments import stats
 from experiments.claims.record import Curves, Numbers, Words, at_least, shown
+from experiments.claims.training import best_rate
 from experiments.program import run_key
 from experiments.workdir import read_json, write_json
 from transformer_jax import keys, sharding
@@ -108,8 +109,9 @@ def fit(arm: Arm, steps: int, rate: jax.Array, key: jax.Array) -> dict[str, jax.
     return {"loss": jnp.mean(jnp.stack(chosen)), "accuracy": jnp.stack(reported)}
 
 
-def runs(name: str, seeds: int = SEEDS, steps: int = STEPS) -> list[list[float]]:
-    """Accuracy of an arm by n and seed, at its own best rate: chosen on one split, reported on the other."""
+def runs(name: str, seeds: int = SEEDS, steps: int = STEPS) -> dict[str, Any]:
+    """An arm at every rate, from every seed: "loss" of the selection split [rates, seeds], "accuracy" of the report
+    [rates, seeds, symbols]."""
     arm = {"attention": attention, "gru": gru}[name](config_of(SYMBOLS[-1]))
     mesh = sharding.runs_mesh()
     settings = [(rate, seed) for rate in RATES for seed in range(seeds)]
@@ -121,8 +123,13 @@ def runs(name: str, seeds: int = SEEDS, steps: int = STEPS) -> list[list[float]]
     shape = (len(RATES), seeds)
     loss = np.asarray(found["loss"], np.float64)[: len(settings)].reshape(shape)
     accuracy = np.asarray(found["accuracy"], np.float64)[: len(settings)].reshape(*shape, len(SYMBOLS))
-    best = stats.best_setting({rate: row.tolist() for rate, row in zip(RATES, loss, strict=True)})
-    return accuracy[RATES.index(best.value)].T.tolist()
+    return {"loss": loss.tolist(), "accuracy": accuracy.tolist()}
+
+
+def chosen(name: str, found: Mapping[str, Any]) -> list[list[float]]:
+    """Accuracy of an arm by n and seed, at its own best rate: chosen on one split, reported on the other."""
+    best = best_rate(name, dict(zip(RATES, found["loss"], strict=True)))
+    return np.asarray(found["accuracy"])[RATES.index(best)].T.tolist()
 
 
 def judged(found: dict[tuple[str, int], list[float]]) -> Numbers:
@@ -173,13 +180,14 @@ def recall(folder: Path) -> Numbers:
         "symbols": list(SYMBOLS),
         "held_out": HELD_OUT,
         "rates": list(RATES),
+        "keeps": ["loss", "accuracy"],
         "config": to_dict(config_of(SYMBOLS[-1])),
     }
     for name in ARMS:
         path = folder / f"{name}.json"
         kept: Any = read_json(path)
         if not kept or kept["of"] != settings:
-            kept = {"of": settings, "accuracy": runs(name)}
+            kept = {"of": settings, **runs(name)}
             write_json(path, kept)
-        found |= {(name, n): of for n, of in zip(SYMBOLS, kept["accuracy"], strict=True)}
+        found |= {(name, n): of for n, of in zip(SYMBOLS, chosen(name, kept), strict=True)}
     yield from judged(found)

@@ -15,8 +15,8 @@ import numpy as np
 
 from experiments.claims.paired import lower
 from experiments.claims.record import Numbers, Words, shown
+from experiments.claims.training import best_rate
 from experiments.program import run_key
-from experiments.stats import best_setting
 from experiments.workdir import read_json, write_json
 from transformer_jax.batch import Batch
 from transformer_jax.config import Config, Hyper, to_dict
@@ -113,13 +113,13 @@ def asked(config: Config, seeds: int, folder: Path) -> Scores:
 
 def chosen(scores: Mapping[str, list[list[float]]], metric: str) -> list[float]:
     """A metric of the report split by seed, at the rate that is best for it on the selection split."""
-    best = best_setting(dict(zip(RATES, scores[f"selection_{metric}"], strict=True))).value
+    best = best_rate(f"by {metric} KL", dict(zip(RATES, scores[f"selection_{metric}"], strict=True)))
     return scores[f"report_{metric}"][RATES.index(best)]
 
 
 def narrow(scores: Mapping[str, list[list[float]]]) -> list[float]:
     """The students' entropy by seed, at the rate that is best for KL(teacher‖student)."""
-    best = best_setting(dict(zip(RATES, scores["selection_forward"], strict=True))).value
+    best = best_rate("by forward KL", dict(zip(RATES, scores["selection_forward"], strict=True)))
     return scores["report_entropy"][RATES.index(best)]
 
 

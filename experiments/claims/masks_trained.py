@@ -16,7 +16,7 @@ CHEATING = Question(
     name="claim_D07",
     title="What does a decoder learn that sees the future?",
     arms=tuple(Arm(kind, BASE.replace(mask=kind), Hyper()) for kind in ("causal", "inverted")),
-    learning_rates=(3e-3, 1e-2, 3e-2),
+    learning_rates=(1e-3, 3e-3, 1e-2, 3e-2),
     comparisons=(("causal", "inverted"),),
     losses={"honest": honest, "seen": seen},
     primary="report_honest_loss",

@@ -19,7 +19,7 @@ RATES = (1.5e-3, 4.5e-3, 1.35e-2)
 BASE = Config(d_model=64, num_heads=2, num_layers=2, d_ff=256, seq_len=64, batch_size=8, steps=300, scan_unroll=0)
 # Deep models: narrower, on shorter rows, at rates that suit them, and compiled as a loop over layers.
 DEEP_SEEDS = 6
-DEEP_RATES = (5e-4, 1.5e-3, 4.5e-3)
+DEEP_RATES = (1.7e-4, 5e-4, 1.5e-3, 4.5e-3, 1.35e-2)
 DEEP = Config(d_model=64, num_heads=2, num_layers=12, d_ff=128, seq_len=32, batch_size=8, steps=200)
 WARM = 50  # steps of warm-up
 SAME = 0.1  # nats: a third of what the division by √d_k buys

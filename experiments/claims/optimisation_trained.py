@@ -9,7 +9,7 @@ import numpy as np
 
 from experiments.claims.paired import lower, lower_arm
 from experiments.claims.record import Numbers, Words, at_least, at_most, shown
-from experiments.claims.training import arms, compared, mean, trained
+from experiments.claims.training import arms, best_rate, compared, mean, trained
 from experiments.grid import Arm
 from experiments.sweep import Outcome, Question
 from transformer_jax.batch import Batch
@@ -188,8 +188,8 @@ def students(folder: Path) -> Numbers:
     found, history = lessons()
     kept = {}
     for i, way in enumerate(STUDENTS):
-        own = found["selection"][i, :, :, i].mean(axis=1)
-        kept[way] = found["report"][i, int(np.argmin(np.where(np.isfinite(own), own, np.inf)))]
+        own = {rate: values[:, i].tolist() for rate, values in zip(STUDENT_RATES, found["selection"][i], strict=True)}
+        kept[way] = found["report"][i, STUDENT_RATES.index(best_rate(way, own))]
     ways = {
         "forward": (1, "reverse", Words("KL(teacher‖student)", "KL(教师‖学生)")),
         "reverse": (2, "forward", Words("KL(student‖teacher)", "KL(学生‖教师)")),

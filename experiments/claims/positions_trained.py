@@ -14,7 +14,7 @@ from transformer_jax.config import Config, Hyper
 from transformer_jax.data.markov import chain_of, mean_floor, stationary
 
 SEEDS = 6
-RATES = (1e-3, 2.5e-3, 6e-3)
+RATES = (4e-4, 1e-3, 2.5e-3, 6e-3, 1.5e-2)
 # A chain of order 2: the next symbol depends on the last two, in their order.
 CHAIN = Config(
     task="markov", vocab_size=8, d_model=64, num_heads=4, num_layers=2, seq_len=32, batch_size=16, steps=500,

@@ -23,7 +23,7 @@ from transformer_jax.train import evaluate
 T, FACTORS, SEEDS = 32, (1, 2, 4), 6
 KINDS = ("rope", "none", "alibi", "sinusoidal")
 SCALINGS = ("linear", "ntk", "yarn")  # of the trained RoPE models, without further training
-RATES = (2e-3, 6e-3, 1.8e-2)
+RATES = (7e-4, 2e-3, 6e-3, 1.8e-2)
 BASE = Config(d_model=64, num_heads=4, num_layers=2, seq_len=T, batch_size=8, steps=300, scan_unroll=0)
 # Tokens of an evaluation batch, whatever its rows' length, and such batches of the report split (about half of it).
 TOKENS, HELD_OUT = 4096, 4

@@ -16,7 +16,7 @@ QUESTION = Question(
     name="claims_scaling",
     title="Does a model learn without the division by √d_k?",
     arms=tuple(Arm(name, BASE.replace(head_dim=64), Hyper(dk_exponent=x)) for name, x in EXPONENTS.items()),
-    learning_rates=RATES,
+    learning_rates=(RATES[0] / 3, *RATES),  # without the division the lowest of RATES is the best
     comparisons=(("on", "off"), ("on", "twice")),
     observe=attention_statistics,
 )

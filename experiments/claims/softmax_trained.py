@@ -1,4 +1,4 @@
-"""Chapter F's trainings: normalisers (F03), text at temperatures (F06), answers at temperatures (F07)."""
+"""Chapter F's trainings: normalisers (F03; F04 at rates too high), text (F06) and answers (F07) at temperatures."""
 
 import math
 from pathlib import Path
@@ -35,7 +35,7 @@ NORMALISERS = Question(
     name="claim_F03",
     title="How do the normalisers of attention compare?",
     arms=tuple(Arm(kind, RECALLING.replace(normaliser=kind), Hyper()) for kind in KINDS),
-    learning_rates=(1.5e-3, 3e-3, 6e-3),
+    learning_rates=(3.75e-4, 7.5e-4, 1.5e-3, 3e-3),
     comparisons=tuple((kind, "softmax") for kind in KINDS[1:]),
 )
 NAMES = {"softmax": "softmax", "relu": "线性（正分）", "sigmoid": "sigmoid", "entmax15": "1.5-entmax"}
@@ -60,6 +60,40 @@ def normalisers(folder: Path) -> Numbers:
             yield shown(f"{kind}_more", Words(f"{kind} − softmax", f"{zh} − softmax"), difference, "float32")
             p = float("nan") if row["p_adjusted"] is None else row["p_adjusted"]
             yield shown(f"{kind}_p", Words(f"{kind} against softmax, p", f"{zh} 与 softmax 之比较，p 值"), p)
+
+
+# --- F04 ----------------------------------------------------------------------------
+
+HOT = Question(
+    name="claim_F04",
+    title="Is it the exponential that keeps training stable?",
+    arms=tuple(Arm(kind, RECALLING.replace(normaliser=kind, steps=300), Hyper()) for kind in KINDS),
+    learning_rates=(1e-2, 3e-2, 1e-1),
+    comparisons=(),
+)
+WORSE = 0.1  # nats above guessing: more than a run that has learnt nothing is apart from it
+
+
+def stability(folder: Path) -> Numbers:
+    """Runs at rates that are too high: with which normalisers do they end worse than guessing?"""
+    _, outcome = trained(HOT, SEEDS, folder, chooses=False)
+    lost: dict[str, int] = {}
+    for i, kind in enumerate(KINDS):
+        ends = [run.final("report_loss") for rate in HOT.learning_rates for run in outcome.of(i, rate)]
+        lost[kind] = sum(end is None or end > CHANCE + WORSE for end in ends)
+        label = Words(f"{kind}: runs that end worse than guessing", f"{NAMES[kind]}：结果比乱猜还差的训练次数")
+        yield shown(f"{kind}_lost", label, lost[kind])
+        spikes = [np.max(run.grad_norm) / np.median(run.grad_norm) for run in outcome.of(i, HOT.learning_rates[0])]
+        label = Words(
+            f"{kind}: largest gradient norm over the median, median of seeds at the lowest rate",
+            f"{NAMES[kind]}：梯度范数的最大值与中位数之比（最低学习率，各种子的中位数）",
+        )
+        yield shown(f"{kind}_spike", label, np.median(spikes), "float32")
+    yield shown("runs", Words("runs of each", "每种的训练次数"), SEEDS * len(HOT.learning_rates))
+    label = Words(
+        "runs lost by the steadiest of the others, less those of softmax", "其余中最稳者与 softmax 的失败次数之差"
+    )
+    yield at_most("others", label, min(lost[kind] for kind in KINDS[1:]) - lost["softmax"], 0)
 
 
 # --- F06 ----------------------------------------------------------------------------

@@ -1,21 +1,23 @@
 """Claims that only training can tell: a sweep with the project's own statistics, in the ledger's folder."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments import ask, results
 from experiments.claims.record import Caveat, Words
 from experiments.interrupt import Stopper
+from experiments.stats import Value, best_setting
 from experiments.sweep import Outcome, Question, run_sweep
 from experiments.workdir import open_workdir, write_json
 
 
-def trained(question: Question, seeds: int, folder: Path) -> tuple[dict[str, Any], Outcome]:
+def trained(question: Question, seeds: int, folder: Path, *, chooses: bool = True) -> tuple[dict[str, Any], Outcome]:
     """(results.json of the sweep, its runs). What `folder` holds of it is kept: the same command goes on.
 
-    Warns with a Caveat for each arm whose best rate is an end of the range, or diverged with some seeds.
+    Warns with a Caveat for each arm whose best rate is an end of the range, or diverged with some seeds, unless no
+    arm's best rate is asked for (`chooses`).
     Raises KeyboardInterrupt where the sweep is interrupted, after saving; WorkdirError if the folder holds another.
     """
     question = ask.resolved(question)
@@ -27,20 +29,23 @@ def trained(question: Question, seeds: int, folder: Path) -> tuple[dict[str, Any
     if outcome.stopped:
         raise KeyboardInterrupt(outcome.stopped)
     found = results.build(outcome)
-    for arm in found["arms"]:
-        if arm["warning"]:
-            warnings.warn(Caveat(_words(arm)), stacklevel=2)
+    if chooses and len(question.learning_rates) > 1:
+        for arm in found["arms"]:
+            best_rate(
+                arm["name"], {row["learning_rate"]: row["selection"]["per_seed"] for row in arm["learning_rates"]}
+            )
     write_json(folder / "results.json", found)
     return found, outcome
 
 
-def _words(arm: Mapping[str, Any]) -> Words:
-    """An arm's warning, in both languages."""
-    best, rates = arm["best_learning_rate"], [row["learning_rate"] for row in arm["learning_rates"]]
-    lost = [run for run in arm["diverged"] if run["learning_rate"] == best]
-    zh = [f"最佳学习率 {best:g} 是所试范围的端点，范围外或许更好"] if best in (min(rates), max(rates)) else []
-    zh += [f"在其最佳学习率下有 {len(lost)} 个种子发散"] if lost else []
-    return Words(f"{arm['name']}: {arm['warning']}", f"{arm['name']}：{'；'.join(zh)}")
+def best_rate(name: str, selection: Mapping[float, Sequence[Value]]) -> float:
+    """The rate of `selection` (rate -> losses over seeds) as stats.best_setting chooses; warns with its Caveat."""
+    best = best_setting(selection)
+    if best.warning:
+        zh = [f"最佳学习率 {best.value:g} 是所试范围的端点，范围外或许更好"] if best.at_edge else []
+        zh += [f"在最佳学习率 {best.value:g} 下有 {best.diverged} 个种子发散"] if best.diverged else []
+        warnings.warn(Caveat(Words(f"{name}: {best.warning}", f"{name}：{'；'.join(zh)}")), stacklevel=2)
+    return best.value
 
 
 def arms(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
