@@ -20,29 +20,35 @@ from transformer_jax.encoder_decoder import encode, forward, init_transformer
 HYPER = Hyper()
 F32 = "float32"
 
-# Step -> its shape for B = 2, L = 4, D = 8, H = 2, D_head = 4.
-TABLE = {
-    "input ids": (2, 4),
-    **dict.fromkeys(("embedding", "positions added", "heads merged", "feed-forward"), (2, 4, 8)),
-    **dict.fromkeys(("Q projection", "K projection", "V projection", "weighted sum"), (2, 2, 4, 4)),
-    **dict.fromkeys(("attention scores", "softmax"), (2, 2, 4, 4)),
-    "feed-forward, inner": (2, 4, 32),
-}
+
+def listed(B: int, L: int) -> dict[str, tuple[int, ...]]:
+    """Step -> its shape, for D = 8, H = 2, D_head = 4."""
+    return {
+        "input ids": (B, L),
+        **dict.fromkeys(("embedding", "positions added", "heads merged", "feed-forward"), (B, L, 8)),
+        **dict.fromkeys(("Q projection", "K projection", "V projection", "weighted sum"), (B, 2, L, 4)),
+        **dict.fromkeys(("attention scores", "softmax"), (B, 2, L, L)),
+        "feed-forward, inner": (B, L, 32),
+    }
 
 
 def shape_table() -> Numbers:
-    """H11: the table of S1 §7.1, from a forward pass in steps."""
-    config, settings = shapes.BASE, Settings("shapes", {}, frozenset())
+    """H11: the table of S1 §7.1, from a forward pass in steps; and where no two of B, L, H and D_head are equal."""
+    config = shapes.BASE
 
     @jit
     def table(key: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
-        made = {step: array for step, _, _, array in shapes.arrays(settings)}
+        made = {step: array for step, _, _, array in shapes.arrays(Settings("shapes", {}, frozenset()))}
         x = made["positions added"]
         return made, attention(init_attention(key, config), x, x, masks.causal(), config, HYPER)[0]
 
     made, whole = table(jax.random.key(0))
-    right = sum(made[step].shape == shape for step, shape in TABLE.items())
-    yield near("right", Words("steps with the listed shape", "形状相符的步骤数"), right, len(TABLE), dtype=F32)
+    right = [made[step].shape == shape for step, shape in listed(2, 4).items()]
+    yield near("right", Words("steps with the listed shape", "形状相符的步骤数"), sum(right), len(right), dtype=F32)
+    wider = Settings("shapes", {"batch_size": 3, "seq_len": 5}, frozenset())
+    found = jax.eval_shape(lambda: {step: array for step, _, _, array in shapes.arrays(wider)})
+    apart = sum(found[step].shape == shape for step, shape in listed(3, 5).items())
+    yield near("apart", Words("the same for B = 3, L = 5", "B = 3、L = 5 时"), apart, len(right), dtype=F32)
     integers = jnp.issubdtype(made["input ids"].dtype, jnp.integer)
     yield near("ids", Words("the input is integers", "输入是整数"), integers, 1, dtype="int32")
     # The table shows the library's attention: its steps one by one give what it gives as a whole.

@@ -9,6 +9,7 @@ import numpy as np
 
 from experiments.claims import scaling_trained
 from experiments.claims.record import Curves, Numbers, Verdict, Words, at_least, at_most, near, shown
+from experiments.claims.scaling_integrals import mean_top
 from experiments.claims.scaling_variance import WIDTHS, chapter, dots, draws, heads, sampled
 from transformer_jax.attention import attend
 from transformer_jax.scores import Scoring, attention_scores, masked_softmax, score_factor
@@ -60,11 +61,11 @@ def one_takes_all() -> Numbers:
     yield near("first", Words("weight of +20", "+20 的权重"), p[0], 1.0, 0.0, "float32")
     p = masked_softmax(jnp.array([20.0, -15.0, 19.0]), None)
     yield near("third", Words("weight of a third, 19", "第三个得分 19 的权重"), p[2], 1 / (1 + math.e), 1e-6, "float32")
-    for n, top in ((10, 0.864), (64, 0.793), (256, 0.748), (1024, 0.705)):
+    for n in (10, 64, 256, 1024):
         rows = min(4000, 1_000_000 // n)
         p = np.asarray(masked_softmax(jnp.asarray(8 * draws(n, rows, n)), None), np.float64)
         label = Words(f"mean of the largest weight, {n} keys, σ = 8", f"最大权重的均值，{n} 个键，σ = 8")
-        yield sampled(f"top{n}", label, p.max(axis=1), top)
+        yield sampled(f"top{n}", label, p.max(axis=1), mean_top(n, 8.0))
         # 1 − p_max, as the sum of the others: in float32 p_max itself is 1.
         tail = np.mean(p.sum(axis=1) - p.max(axis=1) < 1e-6)
         label = Words(f"rows with a weight above 0.999999, {n} keys", f"最大权重超过 0.999999 的行，{n} 个键")
