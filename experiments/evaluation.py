@@ -22,9 +22,14 @@ FLAGS = ("workdir", "show", *ensembles.FLAGS)
 NAMES = {"selection": "dev", "report": "test"}  # the splits of a run, as its flags name them
 
 
+def task_of(restore: str) -> str:
+    """The task that the (first) model that --restore names was trained on."""
+    return restoring.saved_configuration(ensembles.restores(restore)[0])[0].task
+
+
 def of_pairs(restore: str) -> bool:
     """Whether the (first) model that --restore names was trained on pairs."""
-    return restoring.saved_configuration(ensembles.restores(restore)[0])[0].task in PAIR_TASKS
+    return task_of(restore) in PAIR_TASKS
 
 
 def splits_of(
@@ -53,6 +58,12 @@ def run(settings: Settings) -> int:
     """Evaluate, print the table, and write outputs.tsv, results.json and report.html."""
     if settings.mesh:
         raise ConfigError("--mesh has no effect on the evaluation of pairs: leave it out")
+    own = task_of(settings.restore)
+    if settings.overrides.get("task", own) != own:
+        raise ConfigError(
+            f"--task={settings.overrides['task']}: {settings.restore} is a model of task {own}; give it other pairs by "
+            "--pairs, --dev or --test"
+        )
     begun = time.monotonic()
     loaded = ensembles.load(settings)
     translator = loaded.translator

@@ -370,6 +370,7 @@ def test_a_folder_of_something_else_is_left_alone(done: Done, capsys: Any) -> No
 
 
 MISTAKES = {
+    "--task=copy": "is a model of task pairs; give it other pairs by",
     "--mesh=data:2": "--mesh has no effect on the evaluation of pairs",
     "--pairs=none.tsv": "--pairs='none.tsv': no such file",
     "--test=none.tsv": "--test='none.tsv': no such file",
