@@ -54,13 +54,15 @@ BASE = Config(
     scan_unroll=0,
 )
 HYPER = Hyper(learning_rate=2e-3, clip_norm=1.0)
-# A small corpus's model: what held on the development parts of several (see BUILD_NOTES.md).
+# A small corpus's model: what held on the development parts of several (see BUILD_NOTES.md). With norms after the
+# sums the dev loss of 8,000 French words falls to 0.129, with norms before the sub-layers to 0.140.
 PAIRS_BASE = Config(
     architecture="encoder_decoder",
     d_model=128,
     num_layers=3,
     num_heads=4,
     ffn="relu",
+    norm_placement="post",
     positions="rope",
     batch_size=64,
     steps=10_000,
