@@ -82,14 +82,14 @@ def place_task(task: Task, mesh: sharding.Mesh | None) -> Task:
 def measure(
     config: Config, task: Task, split: str, mesh: sharding.Mesh | None = None
 ) -> Callable[[Any, Hyper, Any], Sums]:
-    """A jitted function of (params, hyper, data): the sums over the whole split."""
+    """A compiled function of (params, hyper, data): the sums over the whole split; every device is done with it."""
     count, constrain = task.eval_batches[split], sharding.constrain(mesh)
 
     @jax.jit
     def sums(params: Any, hyper: Hyper, data: Any) -> Sums:
         return evaluate(config, params, hyper, lambda i: task.eval_batch(data, split, i), count, constrain)
 
-    return sums
+    return lambda params, hyper, data: jax.block_until_ready(sums(params, hyper, data))
 
 
 def describe(sums: Sums, task: Task) -> dict[str, float | None]:
@@ -184,8 +184,7 @@ def train(
                 measured: dict[str, float | None] = {}
                 bar.update(done, tokens=float(record["tokens"].sum()), loss=float(record["loss"][-1]), **shown)
                 if done % eval_every == 0 or done == config.steps:
-                    sums = jax.block_until_ready(evaluation(state.weights, numbers, task.data))
-                    measured = describe(sums, task)
+                    measured = describe(evaluation(state.weights, numbers, task.data), task)
                     if judge.score is not None:
                         measured |= judge.score(state.weights)
                     log.rows([{"step": done, "split": "selection", **measured}])

@@ -113,7 +113,7 @@ def samples(config: Config, params: Any, hyper: Hyper, task: Task) -> list[str]:
     if config.task in PAIR_TASKS and processes.count() == 1 and _is_cacheable(config):
         return _translations(config, params, hyper, task)
     batch = sample_batch(config, task)
-    outputs = np.asarray(_outputs(config, params, hyper, batch))
+    outputs = np.asarray(jax.block_until_ready(_outputs(config, params, hyper, batch)))
     lines = []
     for row in range(min(SHOWN, len(outputs))):
         prompt, reference = prompt_and_reference(config, task, batch, row)

@@ -15,11 +15,12 @@ from types import FrameType, ModuleType
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 import launch
 from experiments import claims
-from experiments.claims import ledger, mapping, page, record, surprising, table, training
+from experiments.claims import ledger, mapping, page, record, scaling_integrals, surprising, table, training
 from experiments.claims.record import Caveat, Chapter, Claim, Numbers, Verdict, Words, at_least, at_most, near, shown
 from experiments.grid import Arm
 from experiments.sweep import Question
@@ -141,6 +142,17 @@ def test_a_quick_check_passes_and_calls_what_it_names(claim: Claim, tmp_path: Pa
 )
 def test_what_holds(number: record.Number, holds: bool | None) -> None:
     assert number.holds is holds
+
+
+@pytest.mark.parametrize("sigma", [0.5, 1.0, 3.0, 8.0])
+def test_the_integrals_of_two_weights_are_those_of_their_difference(sigma: float) -> None:
+    """Of two scores d apart, d normal of variance 2σ², the weights are 1/(1 + exp ±d): one integral over d."""
+    d, step = np.linspace(-9 * 2**0.5 * sigma, 9 * 2**0.5 * sigma, 200_001, retstep=True)
+    density = np.exp(-((d / sigma) ** 2) / 4) / np.sqrt(4 * np.pi) / sigma * step
+    least = 1 / (1 + np.exp(np.abs(d)))
+    nats = -least * np.log(least) - (1 - least) * np.log1p(-least)
+    assert scaling_integrals.mean_top(2, sigma) == pytest.approx(np.sum(density * (1 - least)), abs=2e-4)
+    assert scaling_integrals.mean_entropy(2, sigma) == pytest.approx(np.sum(density * nats), abs=1e-4)
 
 
 def of(measure: Callable[[], Numbers] | None, verdict: Verdict = Verdict.TRUE, finding: Words | None = None) -> Claim:

@@ -195,13 +195,22 @@ def test_rows_of_the_batch_are_disjoint_and_cover_it() -> None:
         from experiments import processes
         processes.join(sys.argv[1].split("=")[1], 2, int(sys.argv[3].split("=")[1]))
         import jax, numpy as np
-        from transformer_jax import sharding
+        from jax.experimental import multihost_utils
+        from transformer_jax import hosts, sharding
         from transformer_jax.config import Config
         from transformer_jax.data import make_task, resolve
+        own = np.arange(6, dtype=np.int32).reshape(2, 3) + 100 * processes.index()
+        assert hosts.gather(own).tolist() == [[[0, 1, 2], [3, 4, 5]], [[100, 101, 102], [103, 104, 105]]]
+        assert hosts.gather(np.float32(processes.index() / 2)).tolist() == [0, 0.5]
         config = resolve(Config(task="copy", seq_len=13, batch_size=12))
         mesh, task = sharding.from_text("data:2,fsdp:2"), make_task(config)
         lay = sharding.constrain(mesh)
         batch = jax.jit(lambda key: lay(task.train_batch(task.data, key).tokens_BT, "BT"))(jax.random.key(5))
+        want = jax.jit(lambda key: task.train_batch(task.data, key).tokens_BT)(jax.random.key(5))
+        assert (hosts.whole(batch) == np.asarray(want)).all()
+        multihost_utils.assert_equal = None  # what device_put would compare every leaf with, by a program each
+        shared = sharding.place_shared({"a": np.arange(3.0), "b": jax.numpy.ones((2, 2))}, mesh)
+        assert shared["a"].is_fully_replicated and hosts.whole(shared["a"]).tolist() == [0, 1, 2]
         held = {s.index[0].start or 0: np.asarray(s.data).tolist() for s in batch.addressable_shards}
         print(json.dumps(held), file=sys.stderr)
     """

@@ -13,7 +13,7 @@ from transformer_jax.sharding import Mesh, NamedSharding, PartitionSpec, replica
 
 
 def gather(own: Any) -> np.ndarray:
-    """Each process's numbers, a row a process: any [...] -> [processes, ...], the same everywhere.
+    """Each process's numbers, a row a process: [...] of a 32-bit type -> [processes, ...], the same everywhere.
 
     Collective: all must call it, with one shape and type. One device of each process takes part.
     """

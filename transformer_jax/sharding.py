@@ -311,8 +311,12 @@ def place_runs(tree: Any, mesh: jax.sharding.Mesh) -> Any:
 
 
 def place_shared(tree: Any, mesh: jax.sharding.Mesh) -> Any:
-    """Arrays that every device holds whole."""
-    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
+    """Arrays that every device holds whole; every process must give the same ones."""
+    whole = replicated(mesh)
+    if whole.is_fully_addressable:
+        return jax.device_put(tree, whole)
+    # device_put would compare each leaf between the processes, by a program with collectives of its own.
+    return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, whole, lambda index: x[index]), tree)
 
 
 def abstract_shared(tree: Any, mesh: jax.sharding.Mesh) -> Any:

@@ -111,15 +111,15 @@ def asked(config: Config, seeds: int, folder: Path) -> Scores:
     return found
 
 
-def chosen(scores: Mapping[str, list[list[float]]], metric: str) -> list[float]:
+def chosen(by: str, scores: Mapping[str, list[list[float]]], metric: str) -> list[float]:
     """A metric of the report split by seed, at the rate that is best for it on the selection split."""
-    best = best_rate(f"by {metric} KL", dict(zip(RATES, scores[f"selection_{metric}"], strict=True)))
+    best = best_rate(f"{by} → {metric}", dict(zip(RATES, scores[f"selection_{metric}"], strict=True)))
     return scores[f"report_{metric}"][RATES.index(best)]
 
 
-def narrow(scores: Mapping[str, list[list[float]]]) -> list[float]:
+def narrow(by: str, scores: Mapping[str, list[list[float]]]) -> list[float]:
     """The students' entropy by seed, at the rate that is best for KL(teacher‖student)."""
-    best = best_rate("by forward KL", dict(zip(RATES, scores["selection_forward"], strict=True)))
+    best = best_rate(f"{by} → forward", dict(zip(RATES, scores["selection_forward"], strict=True)))
     return scores["report_entropy"][RATES.index(best)]
 
 
@@ -129,11 +129,11 @@ def directions(folder: Path, config: Config = STUDENT, seeds: int = SEEDS) -> Nu
     By KL(student‖teacher) the two do not differ: it is shown, not judged.
     """
     scores = asked(config, seeds, folder)
-    gap = {(by, metric): chosen(scores[by], metric) for by in DISTILLATIONS for metric in ("forward", "reverse")}
+    gap = {(by, metric): chosen(by, scores[by], metric) for by in DISTILLATIONS for metric in ("forward", "reverse")}
     label = Words("KL(teacher‖student), trained by it − by the reverse", "KL(教师‖学生)：按它训练 − 按反向训练")
     yield from lower("covers", label, gap["forward", "forward"], gap["reverse", "forward"])
     label = Words("the student's entropy, trained by the reverse − by forward", "学生的熵：按反向训练 − 按正向训练")
-    yield from lower("seeks", label, narrow(scores["reverse"]), narrow(scores["forward"]))
+    yield from lower("seeks", label, narrow("reverse", scores["reverse"]), narrow("forward", scores["forward"]))
     label = Words("KL(student‖teacher), trained by it − by forward", "KL(学生‖教师)：按它训练 − 按正向训练")
     yield shown("reverse_mean", label, np.mean(np.subtract(gap["reverse", "reverse"], gap["forward", "reverse"])))
     for by, zh in zip(DISTILLATIONS, ("正向", "反向", "JS"), strict=True):
@@ -141,4 +141,4 @@ def directions(folder: Path, config: Config = STUDENT, seeds: int = SEEDS) -> Nu
         label = Words(f"KL(teacher‖student), trained by {by.replace('_', '–')}", f"按{zh}训练后的 KL(教师‖学生)")
         yield shown(f"{name}_gap", label, np.mean(gap[by, "forward"]), "float32")
         label = Words(f"the student's entropy, trained by {by.replace('_', '–')}", f"按{zh}训练后学生的熵")
-        yield shown(f"{name}_entropy", label, np.mean(narrow(scores[by])), "float32")
+        yield shown(f"{name}_entropy", label, np.mean(narrow(by, scores[by])), "float32")

@@ -85,11 +85,11 @@ c09 = chapter.claim(
         "1/{pre:.2f}，即按 1/√L。因此适合浅层模型的学习率对深层模型过大，这是通常给出的预热理由。",
     ),
     learned=Words(
-        "Of 12-layer models, {failed_post0:.0%} of the runs over three rates end no better than byte frequencies, with "
+        "Of 12-layer models, {failed_post0:.0%} of the runs over all rates end no better than byte frequencies, with "
         "50 steps of warm-up {failed_post50:.0%}; with norms before the sub-layers {failed_pre0:.0%} and "
         "{failed_pre50:.0%}. The best end at {loss_post0:.3f} and {loss_post50:.3f} nats, against {loss_pre0:.3f} and "
         "{loss_pre50:.3f}. The 50 steps change the former by {warmed_low:+.2f} to {warmed_high:+.2f}.",
-        "12 层模型在三种学习率下，{failed_post0:.0%} 的训练结果不比字节频率更好，预热 50 步后为 {failed_post50:.0%}；"
+        "12 层模型在所试各学习率下，{failed_post0:.0%} 的训练结果不比字节频率更好，预热 50 步后为 {failed_post50:.0%}；"
         "归一化在子层之前时分别为 {failed_pre0:.0%} 与 {failed_pre50:.0%}。最佳损失为 {loss_post0:.3f} 与 "
         "{loss_post50:.3f} nat，对 {loss_pre0:.3f} 与 {loss_pre50:.3f}。"
         "预热使归一化在后的损失改变 {warmed_low:+.2f} 至 {warmed_high:+.2f}。",

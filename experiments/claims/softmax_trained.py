@@ -83,7 +83,8 @@ def stability(folder: Path) -> Numbers:
         lost[kind] = sum(end is None or end > CHANCE + WORSE for end in ends)
         label = Words(f"{kind}: runs that end worse than guessing", f"{NAMES[kind]}：结果比乱猜还差的训练次数")
         yield shown(f"{kind}_lost", label, lost[kind])
-        spikes = [np.max(run.grad_norm) / np.median(run.grad_norm) for run in outcome.of(i, HOT.learning_rates[0])]
+        norms = [run.grad_norm[np.isfinite(run.grad_norm)] for run in outcome.of(i, HOT.learning_rates[0])]
+        spikes = [np.max(norm) / np.median(norm) for norm in norms]
         label = Words(
             f"{kind}: largest gradient norm over the median, median of seeds at the lowest rate",
             f"{NAMES[kind]}：梯度范数的最大值与中位数之比（最低学习率，各种子的中位数）",
