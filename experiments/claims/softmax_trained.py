@@ -1,4 +1,5 @@
-"""Chapter F's trainings: normalisers (F03; F04 at rates too high), text (F06) and answers (F07) at temperatures."""
+"""Chapter F's trainings: normalisers (F03; F04 at rates too high), logits (F05), text (F06) and answers (F07) at
+temperatures."""
 
 import math
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 from experiments import temperature, tempering
 from experiments import trained as models_of
 from experiments.claims.paired import lower
-from experiments.claims.record import Curves, Numbers, Words, at_most, shown
+from experiments.claims.record import Curves, Numbers, Words, at_least, at_most, shown
 from experiments.claims.training import arms, compared, mean, trained
 from experiments.grid import Arm, Run
 from experiments.sweep import Question
@@ -97,15 +98,22 @@ def stability(folder: Path) -> Numbers:
     yield at_most("others", label, min(lost[kind] for kind in KINDS[1:]) - lost["softmax"], 0)
 
 
-# --- F06 ----------------------------------------------------------------------------
+# --- F05 and F06, of the same models --------------------------------------------------
 
 WRITERS = Question(
-    name="claim_F06",
+    name="claim_writers",
     title="What do models write at each temperature?",
     arms=(Arm("writer", temperature.BASE.replace(steps=400), Hyper()),),
     learning_rates=(2e-3, 6e-3, 1.8e-2),
     comparisons=(),
 )
+OF_LOGITS = (0.25, 0.5, 1.0, 2.0, 4.0)
+POSITIONS = 64  # rows of held-out text whose logits are taken
+
+
+def writers(folder: Path) -> list[models_of.Model]:
+    """The models that F05 and F06 share: whichever comes first trains them."""
+    return trained_models(WRITERS, SEEDS, folder.parent / WRITERS.name)
 
 
 def trained_models(question: Question, seeds: int, folder: Path) -> list[models_of.Model]:
@@ -115,10 +123,29 @@ def trained_models(question: Question, seeds: int, folder: Path) -> list[models_
     return [every[Run(0, arm["best_learning_rate"], seed)] for seed, loss in enumerate(losses) if loss is not None]
 
 
+def flattening(folder: Path) -> Numbers:
+    """What temperatures do to the logits of trained models on held-out text."""
+    rises, gaps, ends = [], [], []
+    for model in writers(folder):
+        logits = temperature.logits_of(model, temperature.held_out(model.config)[:POSITIONS, :-1])
+        logits = logits.reshape(-1, logits.shape[-1])
+        nats = [float(np.mean(tempering.entropy(tempering.log_probabilities(logits, T)))) for T in OF_LOGITS]
+        rises.append(float(np.diff(nats).min()))
+        gaps.append(tempering.entropy_slopes(logits, OF_LOGITS).largest_difference)
+        ends.append((nats[0], nats[-1]))
+    label = Words("least rise of H from one T to the next, any model", "任一模型中 H 随 T 的最小增量")
+    yield at_least("trained_rising", label, min(rises), 1e-2)
+    label = Words("trained models: dH/dT by formula, autodiff, differences", "训练后模型的 dH/dT：公式、自动微分与差分")
+    yield at_most("trained_slope", label, max(gaps), 1e-8)
+    for name, nats, T in zip(("cold", "hot"), zip(*ends, strict=True), (OF_LOGITS[0], OF_LOGITS[-1]), strict=True):
+        label = Words(f"H at T = {T:g}, mean over models", f"T = {T:g} 时的 H，各模型平均")
+        yield shown(f"trained_{name}", label, np.mean(nats))
+
+
 def writing(folder: Path) -> Numbers:
     """Samples of models of a Markov chain at temperatures, held to the chain."""
     judged = []
-    for seed, model in enumerate(trained_models(WRITERS, SEEDS, folder)):
+    for seed, model in enumerate(writers(folder)):
         rows = temperature.held_out(model.config)
         samples = temperature.write(
             model, rows[: temperature.SAMPLES, :ORDER], keys.named(jax.random.key(seed), "samples")
