@@ -54,8 +54,8 @@ BASE = Config(
     scan_unroll=0,
 )
 HYPER = Hyper(learning_rate=2e-3, clip_norm=1.0)
-# A small corpus's model: what held on the development parts of several (see BUILD_NOTES.md). With norms after the
-# sums the dev loss of 8,000 French words falls to 0.129, with norms before the sub-layers to 0.140.
+# A small corpus's model: what held on the development parts of several (see BUILD_NOTES.md). Norms after the sums, for
+# over three seeds on French words they made 8.2% of the dev words wrong, norms before the sub-layers 8.6%.
 PAIRS_BASE = Config(
     architecture="encoder_decoder",
     d_model=128,
