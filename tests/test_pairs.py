@@ -177,6 +177,27 @@ def test_damaged_files(tmp_path, name, content, words):
     assert all(word in message for word in [*words, str(path), "--pairs"]) and "\n" not in message, message
 
 
+@pytest.mark.parametrize(
+    "way,words",
+    [("encrypted", "its member a.tsv is encrypted"), ("unknown", "cannot be unpacked"), ("lzma", "is damaged")],
+)
+def test_archives_that_cannot_be_unpacked(tmp_path, way, words):
+    path = tmp_path / "a.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA if way == "lzma" else zipfile.ZIP_STORED) as archive:
+        archive.writestr("a.tsv", TSV)
+    content = bytearray(path.read_bytes())
+    here, there = content.index(b"PK\x03\x04"), content.index(b"PK\x01\x02")
+    if way == "encrypted":  # the flags in the member's own header and in the directory's
+        content[here + 6] = content[there + 8] = 1
+    elif way == "unknown":  # and the compression
+        content[here + 8] = content[there + 10] = 99
+    else:  # the properties that its stream begins with
+        content[here + 30 + len("a.tsv") + 4] = 255
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=words):
+        read_pairs(str(path))
+
+
 def test_files_that_are_not_there(tmp_path):
     archive = zipped(tmp_path / "a.zip", {"a": b"x\ty", "b": b"x\ty", "_c": b""})
     plain = written(tmp_path, "b.zip", b"x\ty")

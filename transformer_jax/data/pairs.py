@@ -15,6 +15,7 @@ import gzip
 import hashlib
 import io
 import json
+import lzma
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,9 @@ from typing import Any, NoReturn
 from transformer_jax.errors import DataError
 
 MAX_BYTES = 1 << 30  # of a file, unpacked
+ENCRYPTED = 1  # a bit of a zip member's flags
+# Damage as gzip, zipfile and what they unpack with report it; NotImplementedError: a compression that zipfile lacks.
+UNPACKING = (gzip.BadGzipFile, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, NotImplementedError)
 JSON_ENDINGS = (".jsonl", ".ndjson", ".json")
 JSON_KEYS = (("source", "target"), ("src", "tgt"))
 BLANK, ONE_SIDED, MANY_TABS = "blank line", "one-sided line", "line of more than two columns"
@@ -221,8 +225,7 @@ def _content(file: str, option: str) -> tuple[bytes, str]:
         if content.startswith(b"\x1f\x8b"):
             with gzip.open(io.BytesIO(content)) as stream:
                 content = _limited(stream, refuse)
-    # zipfile raises the last two for a compression that it does not know and for an encrypted member.
-    except (gzip.BadGzipFile, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+    except UNPACKING as error:
         raise DataError(f"{given} is damaged or cannot be unpacked: {error}") from error
     except OSError as error:
         raise DataError(f"{given} cannot be read: {error.strerror or error}") from error
@@ -248,6 +251,8 @@ def _member(content: bytes, file: str, refuse: Callable[[str], NoReturn]) -> tup
             wanted = data[0]
         elif wanted not in names:
             refuse(f": no such member; it holds {_some(names)}")
+        if archive.getinfo(wanted).flag_bits & ENCRYPTED:
+            refuse(f": its member {wanted} is encrypted")
         with archive.open(wanted) as stream:
             return wanted, _limited(stream, refuse)
 
