@@ -1,7 +1,6 @@
 """Lines of a stream as they come, and lines out: what a program in a pipe is made of."""
 
 import codecs
-import io
 import re
 import select
 from collections.abc import Iterator
@@ -19,13 +18,13 @@ def windows(stream: BinaryIO, name: str = "stdin") -> Iterator[list[str]]:
     """The lines of a UTF-8 stream in lists, each of what is there when it is asked for, at most WINDOW.
 
     A list comes as soon as one line is whole and no more bytes wait, so that a person or a program at the
-    other end gets an answer before the stream ends. Lines end with \\n, \\r\\n or \\r, the last one with
-    nothing too; nothing else parts lines. A byte order mark at the beginning is left out.
+    other end gets an answer before the stream ends. Lines end with \\n or \\r\\n, or in a stream without any \\n
+    with \\r, which its end shows; the last one with nothing too. A byte order mark at the beginning is left out.
     Raises DataError, naming the line, for bytes that are not UTF-8; the lines before it come first.
     """
-    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
     lines: list[str] = []
-    count, rest, ended = 0, "", False
+    count, rest, ended, parted = 0, "", False, False
     while not ended:
         piece = _read(stream)
         ended = not piece
@@ -34,9 +33,11 @@ def windows(stream: BinaryIO, name: str = "stdin") -> Iterator[list[str]]:
             text = decoder.decode(piece, final=ended)
         except UnicodeDecodeError as error:
             text, fault = error.object[: error.start].decode("utf-8"), error
-            text = text.replace("\r\n", "\n").replace("\r", "\n")
         *whole, rest = (rest + text).split("\n")
-        lines += whole
+        parted = parted or bool(whole)
+        if (ended or fault) and not parted:
+            *whole, rest = rest.split("\r")
+        lines += (line.removesuffix("\r") for line in whole)
         if ended and rest:
             lines.append(rest)
         while len(lines) >= WINDOW or (lines and (ended or fault or not _waits(stream))):

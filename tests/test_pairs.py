@@ -60,8 +60,18 @@ def test_line_endings_and_marks(tmp_path, end, last, mark):
 def test_lines_are_what_stands_between_line_breaks(lines):
     for end in ("\n", "\r\n", "\r"):
         assert split_lines("".join(line + end for line in lines)) == lines
-        if lines[-1]:
+        if lines[-1] and (end == "\r" or len(lines) > 1):
             assert split_lines(end.join(lines)) == lines
+
+
+def test_a_carriage_return_in_a_line_shifts_no_pair(tmp_path):
+    """Where \\n ends lines, \\r is text: as many of them in both files would otherwise move all pairs between."""
+    written(tmp_path, "s", "a\rx\nb\nc\r\n")
+    written(tmp_path, "t", "A\nB\nC\ry\n")
+    read = read_pairs(f"{tmp_path / 's'},{tmp_path / 't'}")
+    assert list(zip(read.sources, read.targets, strict=True)) == [("a\rx", "A"), ("b", "B"), ("c", "C\ry")]
+    (note,) = read.notes
+    assert note.startswith("s + t: 3 pairs; a carriage return is text in 2 of them")
 
 
 def test_json_lines(tmp_path):
@@ -157,7 +167,8 @@ def test_unequal_files(tmp_path):
         ("a.tsv", b"\xef\xbb\xbf", ["holds no pair", "blank"]),
         ("a.tsv", b"a b\nc d\n", ["holds no pair", "2 one-sided lines (first: line 1)"]),
         ("a.tsv", b"a\tb\tc\n" * 7, ["holds no pair", "7 lines of more than two columns"]),
-        ("a.tsv", b"a\tb\r\nc\r\xff\n", ["not UTF-8", "0xff", "line 3", "offset 7"]),
+        ("a.tsv", b"a\tb\r\nc\r\xff\n", ["not UTF-8", "0xff", "line 2", "offset 7"]),
+        ("a.tsv", b"a\tb\rc\r\xff\r", ["not UTF-8", "0xff", "line 3", "offset 6"]),
         ("a.tsv", b"\xef\xbb\xbfa\tb\nc\xc3\td", ["not UTF-8", "0xc3", "line 2", "offset 8"]),
         ("a.tsv", "a\tb\n".encode("utf-16"), ["not UTF-8", "0xff", "line 1", "offset 0"]),
         ("a.tsv.gz", gzip.compress(TSV.encode(), mtime=0)[:-9], ["damaged"]),

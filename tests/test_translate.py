@@ -71,15 +71,17 @@ def says(capsys: Any, monkeypatch: Any, given: bytes, *args: str) -> tuple[int, 
 def test_lines_end_as_they_may() -> None:
     given = "\ufeffa\r\nb\rc\n\n d\u2028e\x0b \nlast".encode()
     assert [line for part in lines.windows(io.BytesIO(given)) for line in part] == [
-        "a", "b", "c", "", " d\u2028e\x0b ", "last",
+        "a", "b\rc", "", " d\u2028e\x0b ", "last",
     ]  # fmt: skip
+    assert list(lines.windows(io.BytesIO(b"a\rb\r\rlast"))) == [["a", "b", "", "last"]]
+    assert list(lines.windows(io.BytesIO(b"a\rb\r"))) == [["a", "b"]]
     assert list(lines.windows(io.BytesIO(b""))) == []
     assert list(lines.windows(io.BytesIO(b"\n"))) == [[""]]
     assert list(lines.windows(io.BytesIO(b"a\n\n"))) == [["a", ""]]
 
 
 def test_lines_are_whole_however_the_bytes_come() -> None:
-    given = "né\r\n😀\r\r\nz".encode()
+    given = "né\r\n😀\r\n\r\nz".encode()
 
     class Slow(io.BytesIO):
         def read1(self, size: int | None = -1) -> bytes:
@@ -90,6 +92,10 @@ def test_lines_are_whole_however_the_bytes_come() -> None:
 
 def test_bytes_that_are_no_text_come_after_the_lines_before_them() -> None:
     parts = lines.windows(io.BytesIO(b"one\ntwo\nth\xff\n"))
+    assert next(parts) == ["one", "two"]
+    with pytest.raises(DataError, match="line 3 of stdin is not UTF-8: byte 0xff"):
+        next(parts)
+    parts = lines.windows(io.BytesIO(b"one\rtwo\rth\xff\r"))
     assert next(parts) == ["one", "two"]
     with pytest.raises(DataError, match="line 3 of stdin is not UTF-8: byte 0xff"):
         next(parts)

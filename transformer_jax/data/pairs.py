@@ -5,9 +5,9 @@ file (objects with "source" and "target", "src" and "tgt", or "translation" with
 order), or a file of SCAN's lines (IN: source OUT: target). Each may be gzipped, or a member of a
 zip archive: "archive.zip" if one member holds data, else "archive.zip:member".
 
-Files are UTF-8, with or without a byte order mark; a line ends with \\n, \\r\\n or \\r, and the last
-one need not. The text between is taken as it stands: nothing is normalised or stripped. Lines that
-hold no pair are skipped, and counted in the notes.
+Files are UTF-8, with or without a byte order mark; a line ends with \\n or \\r\\n, or in a file without
+any \\n with \\r, and the last one need not end. The text between is taken as it stands: nothing is normalised
+or stripped. Lines that hold no pair are skipped, and counted in the notes; so are lines that hold a \\r.
 """
 
 import dataclasses
@@ -82,6 +82,9 @@ def read_pairs(path: str, *, option: str = "--pairs", strict: bool = False) -> P
     if not read.sources:
         raise DataError(f"{given} holds no pair: {read.skipped() or 'it is blank'}")
     summary = "; skipped ".join(part for part in (f"{name}: {len(read.sources):,} pairs", read.skipped()) if part)
+    inside = sum("\r" in source or "\r" in target for source, target in zip(read.sources, read.targets, strict=True))
+    if inside:
+        summary += f"; a carriage return is text in {inside:,} of them, as it ends no line where \\n does"
     digest = hashlib.sha256(b"".join(hashlib.sha256(content).digest() for content in contents))
     return Pairs(name, read.sources, read.targets, [summary], digest.hexdigest())
 
@@ -167,9 +170,10 @@ def _json_pair(line: str, languages: list[str]) -> "list[str] | str":
 def split_lines(text: str) -> list[str]:
     """Lines without their endings; a last line break ends a line and begins none.
 
-    Not str.splitlines, which also parts at characters that are text: U+2028, U+0085, \\v, \\f.
+    Where there is a \\n at all, a \\r alone is text: a stray one in one of two line-aligned files would shift all
+    that follows. Not str.splitlines, which also parts at characters that are text: U+2028, U+0085, \\v, \\f.
     """
-    lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    lines = text.replace("\r\n", "\n").split("\n") if "\n" in text else text.split("\r")
     return lines[:-1] if not lines[-1] else lines
 
 
@@ -267,7 +271,8 @@ def _text(content: bytes, given: str) -> str:
     except UnicodeDecodeError as error:
         # With a byte order mark, the codec counts from behind it.
         place = error.start + (3 if content.startswith(b"\xef\xbb\xbf") and len(error.object) < len(content) else 0)
-        line = len(split_lines(content[:place].decode("utf-8", "replace") + "x"))
+        end = b"\n" if b"\n" in content else b"\r"
+        line = content[:place].count(end) + 1
         raise DataError(
             f"{given} is not UTF-8: byte 0x{content[place]:02x} in line {line}, at offset {place}"
         ) from error
