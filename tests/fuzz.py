@@ -220,8 +220,8 @@ def compare(case: Case) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     return found
 
 
-def check(case: Case) -> float:
-    """The part of the case's draws that decide something: their quantities may differ by less than half.
+def check(case: Case) -> dict[str, float]:
+    """Of each quantity, the part of the case's draws that decide something: they may differ by less than half.
 
     Raises AssertionError where the two ways differ; whatever is raised carries the call that shows it again.
     """
@@ -235,7 +235,7 @@ def check(case: Case) -> float:
     except Exception as error:
         error.add_note(case.call)
         raise
-    return float(np.mean([allowed < 0.5 for _, allowed in found.values()]))
+    return {name: float(np.mean(allowed < 0.5)) for name, (_, allowed) in found.items()}
 
 
 def search(

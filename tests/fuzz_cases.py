@@ -27,10 +27,12 @@ class Case:
 
     architecture: str = "decoder"
     num_layers: int = 1
+    num_encoder_layers: int = 0
     num_heads: int = 1
     num_kv_heads: int = 1
     head_dim: int = 2
     ffn: str = "gelu"
+    match_ffn_parameters: bool = False
     num_experts: int = 0
     experts_per_token: int = 1
     expert_capacity: float = 0.0
@@ -45,6 +47,7 @@ class Case:
     tie_embeddings: bool = True
     scale_embeddings: bool = False
     scale_logits: bool = False
+    output_bias: bool = False
     attention_bias: bool = False
     ffn_bias: bool = False
     qk_norm: bool = False
@@ -61,6 +64,7 @@ class Case:
     remat: bool = False
     loss_chunks: int = 1
     terms: tuple[str, ...] = ()
+    source_vocab_size: int = 0
     # The batch: rows, tokens of a row, of a source; what it carries; draws by vmap or by lax.map.
     rows: int = 1
     length: int = 1
@@ -124,7 +128,7 @@ def cases(draw: Callable, implementation: str | None = None) -> Case:
     def able(feature: str, strategy: st.SearchStrategy, otherwise: Any) -> Any:
         return draw(strategy) if feature in can else otherwise
 
-    # Banded attention without a window is dense; an encoder has none.
+    # An encoder has no window for banded attention.
     architecture = draw(_first("decoder", kinds.ARCHITECTURES if name != "banded" else ("encoder_decoder",)))
     shown = {"causal": "Causal", "inverted": "Inverted", "window": "Window", "prefix": "PrefixLM",
              "block_sparse": "BlockSparse", "none": "Causal"}  # fmt: skip
@@ -141,27 +145,31 @@ def cases(draw: Callable, implementation: str | None = None) -> Case:
     rope = positions == "rope"
     buckets = draw(st.sampled_from((4, 8))) if positions == "t5" else 4
     normaliser = draw(_first("softmax", tuple(n for n in kinds.NORMALISERS if f"normaliser {n}" in can)))
-    # Costs: twice the stacks, or twice the derivatives, are twice the program.
-    order = draw(st.sampled_from((0, 1, 2, 2)))
-    heavy = order > 0 and architecture == "encoder_decoder"
-    experts = 0 if heavy else draw(st.integers(0, 3))
+    both = architecture == "encoder_decoder"
+    experts = draw(st.integers(0, 3))
+    segments = able("a Segments mask", flag, False)
     # In the half types a token near two experts' border goes to either: all are asked, and none is full.
     chosen = draw(st.integers(1, experts)) if experts and not half else max(experts, 1)
     needs = {"attention_softcap": "a soft-cap", "attention_dropout": "dropout"}
     terms = [t for t in kinds.TERMS if t != "clip" and (t not in needs or needs[t] in can)]
     width = draw(st.sampled_from((2, 4) if rope else (2, 3, 4)))
     heads, ffn = draw(st.integers(1, 4)), draw(_first("gelu", kinds.FFN_KINDS))
+    # What the derivative jumps at, no two roundings agree on.
     cornered = half and (ffn in CORNERS or normaliser in CORNERS)
+    slots = (0.0,) if segments else (0.0, 1.0) if half else (0.0, 1.0, 0.5)
     return Case(
         architecture=architecture,
-        num_layers=1 if heavy else draw(st.integers(1, 2)),
+        # Costs: twice the layers are twice the program, and there are two stacks.
+        num_layers=1 if both else draw(st.integers(1, 2)),
+        num_encoder_layers=draw(st.sampled_from((0, 0, 2))) if both else 0,
         num_heads=heads,
         num_kv_heads=draw(st.sampled_from([k for k in range(1, heads + 1) if heads % k == 0])),
         head_dim=width,
         ffn=ffn,
+        match_ffn_parameters=draw(flag),
         num_experts=experts,
         experts_per_token=chosen,
-        expert_capacity=draw(st.sampled_from((0.0, 1.0, 0.5) if not half else (0.0, 1.0))) if experts else 0.0,
+        expert_capacity=draw(st.sampled_from(slots)) if experts else 0.0,
         norm=draw(_first("rmsnorm", kinds.NORMS)),
         norm_placement=draw(_first("none", kinds.PLACEMENTS)),
         positions=positions,
@@ -173,6 +181,7 @@ def cases(draw: Callable, implementation: str | None = None) -> Case:
         tie_embeddings=not draw(flag),
         scale_embeddings=draw(flag),
         scale_logits=draw(flag),
+        output_bias=draw(flag),
         attention_bias=draw(flag),
         ffn_bias=draw(flag),
         qk_norm=draw(flag),
@@ -191,12 +200,13 @@ def cases(draw: Callable, implementation: str | None = None) -> Case:
         terms=tuple(sorted(draw(st.sets(st.sampled_from(terms), max_size=3)))),
         rows=rows,
         length=length,
-        source=draw(st.integers(1, 7)) if architecture == "encoder_decoder" else 1,
+        source_vocab_size=draw(st.sampled_from((0, VOCAB))) if both else 0,
+        source=draw(st.integers(1, 7)) if both else 1,
         lengths=draw(flag),
-        segments=able("a Segments mask", flag, False),
+        segments=segments,
         places=able("positions", flag, False),
         mapped=draw(flag),
-        order=0 if cornered else order,
+        order=0 if cornered else 2,
         traced=seed,
     )
 

@@ -83,11 +83,13 @@ def allowed_by(xp: Any, mask: masks.Mask, T: int, S: int) -> Any:
         elif isinstance(part, masks.Window):
             rule = (i - j < part.width) & (j - i < part.width)
         elif isinstance(part, masks.PrefixLM):
-            rule = (i >= j) | (j <= part.length - 1)
+            rule = (i >= j) | (j <= xp.asarray(part.length).reshape(-1, 1, 1, 1) - 1)
         elif isinstance(part, masks.Padding):
             rule = xp.arange(S)[None, None, None] < xp.asarray(part.lengths_B)[:, None, None, None]
         elif isinstance(part, masks.Segments):
             rule = (xp.asarray(part.q_ids_BT)[:, :, None] == xp.asarray(part.k_ids_BS)[:, None, :])[:, None]
+        elif isinstance(part, masks.Dense):
+            rule = xp.asarray(part.allowed)
         else:
             near = i // part.size - j // part.size
             rule = (near == 0) | (near == 1) | ((j >= 0) & (j < part.size))
@@ -96,10 +98,17 @@ def allowed_by(xp: Any, mask: masks.Mask, T: int, S: int) -> Any:
 
 
 def bias_by(xp: Any, bias: relative.Bias | None, N: int, T: int, S: int) -> Any:
-    """[B or 1, N, T, S] from the bias's own table alone, None for none."""
+    """[B or 1, N, T, S] from the bias's own numbers alone, None for none."""
     if bias is None:
         return None
-    (part,), (i, j) = bias.parts, _places(xp, bias, T, S)
+    places = _places(xp, bias, T, S)
+    return sum(_bias_of(xp, part, places, N) for part in bias.parts)
+
+
+def _bias_of(xp: Any, part: Any, places: tuple[Any, Any], N: int) -> Any:
+    i, j = places
+    if isinstance(part, relative.DenseBias):
+        return xp.asarray(part.values)
     if isinstance(part, relative.ALiBi):
         P = 2 ** int(math.log2(N))
         slopes = [2 ** (-8 * (n + 1) / P) for n in range(P)] + [2 ** (-4 * (2 * n + 1) / P) for n in range(N - P)]
@@ -125,8 +134,8 @@ def _places(xp: Any, of: Any, T: int, S: int) -> tuple[Any, Any]:
 
 
 def naive_attend(
-    q: Any, k: Any, v: Any, mask: Any, *, scoring: Any, bias: Any, dropout_rate: Any, key: Any, implementation: str,
-    **_: Any,
+    q: Any, k: Any, v: Any, mask: Any, *, scoring: Any, implementation: str, bias: Any = None,
+    dropout_rate: Any = None, key: Any = None, **_: Any,
 ) -> jax.Array:  # fmt: skip
     """In the place of `attend`; dropout by the rule that bits belong to a (row, head, query, key)."""
     (B, T, N, _), S, kept = q.shape, k.shape[1], q.dtype

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.fuzz_naive import naive_attend
 from tests.quick import jit
 from transformer_jax import banded, masks, relative
 from transformer_jax.attention import CAPABILITIES, attend
@@ -75,11 +76,11 @@ def inputs(S: int) -> tuple[jax.Array, ...]:
     return tuple(jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes.values()))
 
 
-def outcome(implementation: str, S: int, arguments: dict[str, Any]) -> Any:
-    """Output, and the gradient of a sum of its sines."""
-    mask, weights = arguments["mask"], arguments.get("weights", False)
+def outcome(implementation: str, S: int, arguments: dict[str, Any], call: Any = attend) -> Any:
+    """Output, and the gradient of a sum of its sines; call: attend, or naive_attend, which knows no weights."""
+    mask, weights = arguments["mask"], arguments.get("weights", False) and call is attend
     block = 4 if implementation != "dense" else 0
-    run = functools.partial(attend, implementation=implementation, block=block, **arguments)
+    run = functools.partial(call, implementation=implementation, block=block, **arguments)
 
     def total(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
         out: Any = run(q, k, v)
@@ -97,7 +98,12 @@ def test_cell_equals_dense_or_is_refused(implementation: str, feature: str) -> N
         with pytest.raises(ConfigError, match=f"{implementation} attention cannot do {feature}.*: .*dense"):
             jax.eval_shape(functools.partial(attend, implementation=implementation, **arguments), *inputs(S))
         return
-    got, want = outcome(implementation, S, arguments), outcome("dense", S, arguments)
+    got = outcome(implementation, S, arguments)
+    if implementation == "dense":
+        want = outcome("dense", S, arguments, naive_attend)
+        got = (got[0][0] if feature == "weights" else got[0], got[1])
+    else:
+        want = outcome("dense", S, arguments)
     plain = outcome("dense", S, {"mask": Mask((WINDOW,)) if implementation == "banded" else masks.full()})
     atol = 2e-2 if feature == "half-precision scores" else 2e-6
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=atol), got, want)
@@ -113,7 +119,8 @@ def test_linear_attention_does_little_and_says_so(feature: str) -> None:
     arguments, S = cell("linear", feature)
     call = functools.partial(attend, implementation="linear", **arguments)
     if feature in CAPABILITIES["linear"]:
-        assert bool(jnp.all(jnp.isfinite(call(*inputs(S)))))
+        got, want = outcome("linear", S, arguments), outcome("linear", S, arguments, naive_attend)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6), got, want)
         return
     with pytest.raises(ConfigError, match=f"linear attention cannot do {feature}.*: .*dense"):
         jax.eval_shape(call, *inputs(S))
@@ -139,6 +146,7 @@ def test_every_kind_of_mask_has_a_column() -> None:
         ({"mask": masks.padding(jnp.array([2, 3, 4]))}, "a Padding mask of 3 rows in a batch of 2"),
         ({"mask": masks.segments(jnp.zeros((1, 1), int))}, r"a Segments mask of \(1, 1\)"),
         ({"mask": masks.dense(jnp.ones((3, 1, 1, T), bool))}, "a Dense mask of 3 rows in a batch of 2"),
+        ({"mask": masks.prefix_lm(jnp.array([0, 1, 2]))}, "a PrefixLM mask of 3 rows in a batch of 2"),
         ({"bias": jnp.zeros((B, N, T, T - 1))}, r"a DenseBias bias of \(11, 10\) in an attention of \(11, 11\)"),
     ],
 )
@@ -163,6 +171,26 @@ def test_bands_of_any_width_in_blocks_and_groups_of_any_size(
         return jit(jax.value_and_grad(lambda *qkv: jnp.sum(jnp.sin(call(*qkv))), argnums=(0, 1, 2)))(*inputs(T))
 
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6), run("banded"), run("dense"))
+
+
+@pytest.mark.parametrize("which", [1, 2])
+@pytest.mark.parametrize("at", ["rows", "slots", "heads"])
+def test_keys_and_values_that_only_broadcast_are_refused(which: int, at: str) -> None:
+    given = list(inputs(T))
+    given[which] = {"rows": given[which][:1], "slots": given[which][:, :1], "heads": given[which][:, :, :1]}[at]
+    for implementation in CAPABILITIES:
+        with pytest.raises(ConfigError, match=r"they must agree"):
+            attend(*given, masks.window(3), implementation=implementation)
+
+
+@pytest.mark.parametrize("implementation", ["blockwise", "banded"])
+def test_a2_rows_that_fill_up_the_last_block_reach_no_gradient(implementation: str) -> None:
+    """T = 11 in blocks of 4: the twelfth row would see only keys that the bias forbids, and be NaN."""
+    bias = jnp.zeros((1, 1, 1, T)).at[..., T - 1].set(-jnp.inf)
+    arguments = {"mask": masks.window(2), "bias": bias}
+    got, want = outcome(implementation, T, arguments), outcome("dense", T, arguments)
+    assert all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(got))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6), got, want)
 
 
 def test_causal_linear_attention_of_other_lengths_is_refused() -> None:

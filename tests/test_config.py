@@ -151,6 +151,15 @@ def test_terms_follow_the_numbers() -> None:
     assert not c.has("dropout")
 
 
+@pytest.mark.parametrize(
+    "changes", [{"mask": "causal"}, {"mask": "prefix"}, {"mask": "window", "architecture": "encoder"}]
+)
+def test_a8_banded_attention_without_a_window_is_refused(changes: dict[str, str]) -> None:
+    """It would be dense attention at dense attention's cost, without a word."""
+    with pytest.raises(ConfigError, match=f"attention_implementation=banded .*mask={changes['mask']}: no self-att"):
+        Config(attention_implementation="banded", **changes)  # type: ignore[arg-type]
+
+
 def test_the_band_follows_the_windows() -> None:
     c = Config(mask="window", attention_implementation="banded", seq_len=64)
     assert with_terms(c, [Hyper(window=4), Hyper(window=32)]).band == 32

@@ -142,7 +142,7 @@ def test_b5_the_cache_equals_a_loop_in_float64() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_is_as_good_as_without_a_cache(dtype: str) -> None:
+def test_d6_half_precision_is_as_good_as_without_a_cache(dtype: str) -> None:
     config = SMALL.replace(norm_placement="post", num_experts=2, expert_capacity=0.0)
     params, batch = parameters(config), batch_of(config)
     exact = np.asarray(every_way(config, params, HYPER, batch, ())["forward"])[0]

@@ -327,16 +327,23 @@ def made(config: Config) -> Any:
 
 @pytest.mark.parametrize(
     ("implementation", "dtype"),
-    [("blockwise", "bfloat16"), ("banded", "float16"), ("linear", "bfloat16")],
-)
-def test_a4_half_precision_loss_and_norm_are_finite(implementation: str, dtype: str) -> None:
+    [
+        ("dense", "bfloat16"), ("dense", "float16"), ("blockwise", "bfloat16"), ("banded", "float16"),
+        ("linear", "bfloat16"),
+    ],
+)  # fmt: skip
+def test_a4_half_precision_loss_and_norm_are_finite_and_a_step_helps(implementation: str, dtype: str) -> None:
     ids = tokens(4, 7)
     batch = Batch(ids, ids, jnp.ones((4, 7)), lengths_B=jnp.array([5, 3, 1, 0]))
-    window = {"mask": "window", "band": 3, "score_dtype": dtype} if implementation == "banded" else {}
-    config = SMALL.replace(attention_implementation=implementation, compute_dtype=dtype, **window)
+    changes: dict[str, Any] = {"mask": "window", "band": 3} if implementation == "banded" else {}
+    changes |= {"score_dtype": dtype} if implementation in ("dense", "banded") else {}
+    config = SMALL.replace(attention_implementation=implementation, compute_dtype=dtype, **changes)
     slopes, sums = jit(gradients, static_argnums=1)(made(config), config, Hyper(window=3), batch)
     norm = float(global_norm(slopes))
     assert math.isfinite(float(sums.loss)) and math.isfinite(norm) and norm > 0.01
+    stepped = jax.tree.map(lambda p, g: p - 0.1 * g / norm, made(config), slopes)
+    _, after = jit(gradients, static_argnums=1)(stepped, config, Hyper(window=3), batch)
+    assert float(after.loss) < float(sums.loss)
 
 
 @pytest.mark.parametrize("implementation", ["blockwise", "linear"])

@@ -12,6 +12,7 @@ from transformer_jax import masks
 from transformer_jax.attention import attend
 from transformer_jax.config import MASKS, Config, Hyper
 from transformer_jax.errors import ConfigError
+from transformer_jax.positions import sinusoidal
 from transformer_jax.scores import Scoring, masked_softmax
 
 HYPER = Hyper(window=3, prefix=4)
@@ -180,6 +181,28 @@ def test_wrong_sizes_are_refused() -> None:
         as_array(masks.causal().at(three, three), 3, 5)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_c2_positions_are_integers(dtype: str) -> None:
+    """From 257 on a bfloat16 position is its neighbour's: a causal mask would show the future."""
+    places = jnp.arange(300)[None].astype(dtype)
+    with pytest.raises(TypeError, match=f"query positions are {dtype}"):
+        masks.causal().at(places, None)
+    with pytest.raises(TypeError, match=f"key positions are {dtype}"):
+        masks.causal().at(None, places)
+    with pytest.raises(TypeError, match=f"positions are {dtype}"):
+        sinusoidal(places, 4)
+
+
+def test_lengths_and_sizes_of_another_kind_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"lengths of shape \(\): give one a row"):
+        masks.padding(jnp.int32(5))
+    for size in (2.5, jnp.float32(3)):
+        with pytest.raises(ConfigError, match=f"window={size} is no whole number"):
+            masks.window(size)
+    with pytest.raises(ConfigError, match="window=0 is out of range: at least 1"):
+        masks.from_config(Config(mask="window"), Hyper().replace(window=0))
+
+
 @pytest.mark.parametrize("make", [masks.window, masks.block_sparse])
 def test_sizes_below_one_are_refused(make: object) -> None:
     with pytest.raises(ConfigError, match="0 is out of range: at least 1"):
@@ -237,9 +260,10 @@ def test_numbers_are_traced_and_masks_are_pytrees() -> None:
 
 def test_what_a_mask_knows_of_itself() -> None:
     assert masks.full().is_full and not masks.causal().is_full
-    assert not (masks.causal() & masks.window(3)).hides_keys
+    assert not (masks.causal() & masks.window(3)).hides(7, 7) and not masks.full().hides(2, 4)
+    assert masks.causal().hides(2, 4) and not masks.causal().at(jnp.arange(2)[None], jnp.arange(4)[None]).hides(2, 4)
     hiding = [masks.padding(jnp.array([2])), masks.segments(jnp.array([[1]])), masks.dense(np.ones((1, 1), bool))]
-    assert all((masks.causal() & mask).hides_keys for mask in hiding)
+    assert all((masks.causal() & mask).hides(7, 7) for mask in hiding)
 
 
 # --- what attend() does with them: rows without a key, constants, NaN ----------------
@@ -330,6 +354,16 @@ def test_d06_constants_come_as_bias_and_show_their_nan() -> None:
     hidden = np.ones((5, 7), bool)
     hidden[2] = False
     np.testing.assert_array_equal(weights(-np.inf, "float32", masks.dense(hidden))[:, :, 2], 0)
+
+
+def test_a9_nan_in_keys_after_all_queries_stays_there() -> None:
+    """Two queries and four keys, causal: nobody sees the last two."""
+    q, k, v = inputs(2, 4)
+    want = attend(q, k, v, masks.causal())
+    k[:, 2:], v[:, 2:] = np.nan, np.nan
+    for implementation in ("dense", "blockwise"):
+        got = attend(q, k, v, masks.causal(), implementation=implementation, block=1)
+        np.testing.assert_allclose(got, want, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["padding", "segments", "dense"])

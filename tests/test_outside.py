@@ -17,7 +17,7 @@ from transformer_jax.config import Config, Hyper
 from transformer_jax.decode import generate
 from transformer_jax.encoder_decoder import Transformer, forward
 from transformer_jax.errors import CheckpointError, ConfigError
-from transformer_jax.importing import from_tensors, llama_config, llama_rules, to_tensors
+from transformer_jax.importing import from_tensors, llama_config, llama_rules, llama_tensors, to_tensors
 from transformer_jax.samplers import GREEDY
 
 pytestmark = pytest.mark.usefixtures("quick_decoding")
@@ -141,6 +141,50 @@ def test_stories_with_the_cache(stories: Stories) -> None:
     assert made.ids_BT[0].tolist() == want
 
 
+def test_c4_positions_past_200_by_the_formulas_alone(stories: Stories) -> None:
+    """The reference ends at position 199, where a wrong layout may not show yet: float64 goes on from there."""
+    config, w, T = stories.config, {name: x.astype(np.float64) for name, x in stories.tensors.items()}, 320
+    ids = np.random.default_rng(3).integers(3, config.V, T)
+    ids[: len(stories.ids)] = stories.ids
+    N, K, H = config.N, config.K, config.H
+
+    def rms(x: np.ndarray, name: str) -> np.ndarray:
+        return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + config.norm_epsilon) * w[f"{name}.weight"]
+
+    angles = np.arange(T)[:, None] * float(stories.hyper.rope_base) ** (-np.arange(0, H, 2) / H)
+    turn = np.exp(1j * angles)[:, None]
+
+    def heads(x: np.ndarray, name: str, n: int) -> np.ndarray:
+        return (x @ w[f"{name}_proj.weight"].T).reshape(T, n, H)
+
+    def turned(x: np.ndarray) -> np.ndarray:  # pairs (i, i + H/2) as complex numbers
+        z = (x[..., : H // 2] + 1j * x[..., H // 2 :]) * turn
+        return np.concatenate([z.real, z.imag], axis=-1)
+
+    x = w["model.embed_tokens.weight"][ids]
+    for i in range(config.L):
+        layer = f"model.layers.{i}"
+        y, block = rms(x, f"{layer}.input_layernorm"), f"{layer}.self_attn"
+        q, k, v = turned(heads(y, f"{block}.q", N)), turned(heads(y, f"{block}.k", K)), heads(y, f"{block}.v", K)
+        k, v = np.repeat(k, N // K, axis=1), np.repeat(v, N // K, axis=1)
+        scores = np.einsum("tnh,snh->nts", q, k) / np.sqrt(H)
+        scores = np.where(np.tri(T, dtype=bool), scores, -np.inf)
+        powers = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        out = np.einsum("nts,snh->tnh", powers / powers.sum(axis=-1, keepdims=True), v)
+        x = x + out.reshape(T, N * H) @ w[f"{block}.o_proj.weight"].T
+        y, mlp = rms(x, f"{layer}.post_attention_layernorm"), f"{layer}.mlp"
+        gate = y @ w[f"{mlp}.gate_proj.weight"].T
+        y = gate / (1 + np.exp(-gate)) * (y @ w[f"{mlp}.up_proj.weight"].T)
+        x = x + y @ w[f"{mlp}.down_proj.weight"].T
+    want = rms(x, "model.norm") @ w["model.embed_tokens.weight"].T
+    np.testing.assert_allclose(want[: len(stories.ids)], stories.logits, atol=1e-3)
+    got = logits_of(config, stories.params, stories.hyper, batch_of(ids[None]))[0]
+    np.testing.assert_allclose(got[200:], want[200:], atol=1e-3)
+    # It would show: the other layout is far off.
+    other = logits_of(config.replace(rope_layout="interleaved"), stories.params, stories.hyper, batch_of(ids[None]))[0]
+    assert np.abs(other[200:] - want[200:]).max() > 0.1
+
+
 # --- import and export --------------------------------------------------------------
 
 
@@ -218,13 +262,39 @@ def test_n5_with_biases_and_an_output_layer_of_its_own_too() -> None:
     np.testing.assert_array_equal(wq[1, :, 2, 3], tensors[name][2 * 4 + 3])  # output 3 of head 2
 
 
+def test_a_stretched_rope_is_imported(stories: Stories) -> None:
+    llama3 = {"factor": 8.0, "original_max_position_embeddings": 64, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    path = outside.folder("stories260K")
+    settings = json.loads((path / "config.json").read_text())
+    settings |= {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **llama3}}
+    config, hyper = llama_config(settings)
+    assert (config.rope_scaling, config.rope_original_positions) == ("llama3", 64)
+    assert (hyper.rope_base, hyper.rope_factor, hyper.rope_slow, hyper.rope_fast) == (5e5, 8.0, 1.0, 4.0)
+    del settings["rope_scaling"]
+    plain, same = llama_config(settings)
+    ids = stories.ids[None]
+    runs = [logits_of(c, stories.params, h, batch_of(ids)) for c, h in ((config, hyper), (plain, same))]
+    assert np.abs(runs[0] - runs[1]).max() > 0.01
+
+
+def test_what_a_file_says_twice_is_read_once(stories: Stories) -> None:
+    table = stories.tensors["model.embed_tokens.weight"]
+    more = {"lm_head.weight": table, "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
+    assert llama_tensors(stories.tensors | more, stories.config).keys() == stories.tensors.keys()
+    with pytest.raises(CheckpointError, match="lm_head.weight is not model.embed_tokens.weight"):
+        llama_tensors(stories.tensors | {"lm_head.weight": table + 1}, stories.config)
+    untied = stories.config.replace(tie_embeddings=False)
+    assert "lm_head.weight" in llama_tensors(stories.tensors | more, untied)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"model_type": "mistral"}, "model_type=mistral cannot be imported: only llama"),
         ({"hidden_act": "gelu"}, "hidden_act=gelu"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_type=llama3"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type=yarn"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "llama3 RoPE scaling without low_freq_factor"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn RoPE scaling without factor"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 8.0}}, "RoPE scaling 'longrope'"),
     ],
 )
 def test_another_model_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -178,6 +179,29 @@ def test_extreme_sinks() -> None:
         run = functools.partial(attend, q, q, q, implementation=implementation)
         np.testing.assert_allclose(run(scoring=Scoring(sink_N=jnp.array([-200.0]))), plain, atol=1e-6)
         np.testing.assert_array_equal(run(scoring=Scoring(sink_N=jnp.array([200.0]))), jnp.zeros_like(q))
+
+
+@pytest.mark.parametrize("implementation", ["dense", "blockwise", "banded"])
+def test_a1_an_empty_row_is_0_whatever_its_sink(implementation: str) -> None:
+    q = jax.random.normal(jax.random.key(0), (2, 3, 1, 2))
+    mask = masks.window(3) & masks.padding(jnp.array([0, 3]))
+
+    def run(sink: jax.Array, q: jax.Array) -> jax.Array:
+        made: Any = attend(q, q, q, mask, scoring=Scoring(sink_N=sink), implementation=implementation, block=2)
+        return made
+
+    plain: Any = attend(q, q, q, mask, implementation=implementation, block=2)
+    for low in (-20.0, -200.0, -jnp.inf):
+        sink = jnp.array([low])
+        np.testing.assert_array_equal(run(sink, q)[0], 0)
+        np.testing.assert_allclose(run(sink, q)[1], plain[1], atol=1e-6)
+        slopes = jax.grad(lambda s, q: jnp.sum(run(s, q) ** 2), argnums=(0, 1))(sink, q)
+        assert all(bool(jnp.all(jnp.isfinite(slope))) for slope in slopes)
+        np.testing.assert_array_equal(slopes[1][0], 0)
+    half: Any = attend(
+        q, q, q, mask, scoring=Scoring(sink_N=jnp.array([-18.0]), score_dtype="float16"), implementation="dense"
+    )
+    np.testing.assert_array_equal(half[0], 0)
 
 
 def test_h03_qk_norm_makes_scores_cosines() -> None:

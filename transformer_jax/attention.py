@@ -30,7 +30,15 @@ from transformer_jax.masks import Mask
 from transformer_jax.norms import rms
 from transformer_jax.numerics import product
 from transformer_jax.relative import Bias
-from transformer_jax.scores import PLAIN, Scoring, attention_scores, check_heads, check_normaliser, check_sink
+from transformer_jax.scores import (
+    PLAIN,
+    Scoring,
+    attention_scores,
+    check_heads,
+    check_normaliser,
+    check_sink,
+    check_values,
+)
 
 _MASKS = frozenset(
     f"a {part.__name__} mask"
@@ -111,11 +119,13 @@ def attend(
     implementation. Weights are returned before dropout; asking leaves the output as it is.
     implementation: see CAPABILITIES; block and band are those of blockwise, banded and linear
     attention, 0 for their own choice.
-    A key that no query may see is set to 0 with its value, so that NaN in padding stays there.
+    A key that no query may see is set to 0 with its value, so that NaN in padding stays there; only keys that
+    a position of their own (Mask.at) puts past all queries are multiplied by their weight of 0.
     Raises ConfigError for shapes at odds, and for what the implementation cannot do.
     """
     (B, T), S = q_BTNH.shape[:2], k_BSKH.shape[1]
     check_heads(q_BTNH, k_BSKH)
+    check_values(q_BTNH, k_BSKH, v_BSKH)
     if not isinstance(mask, Mask | None):
         raise ConfigError(f"a mask of type {type(mask).__name__}: wrap an array with masks.dense()")
     mask = masks.full() if mask is None else mask
@@ -142,7 +152,7 @@ def attend(
         scoring,
         bias=None if bias is None else bias.dense(T, S),
         drop=None if dropout is None else partial(dropout, q_slots_T=jnp.arange(T), k_slots_S=jnp.arange(S), T=T),
-        hides_keys=mask.hides_keys,
+        hides_keys=mask.hides(T, S),
     )
     return (out, weights_BNTS) if weights else out
 

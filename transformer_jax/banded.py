@@ -108,12 +108,13 @@ def banded(
 
     def one(q: jax.Array, k: jax.Array, v: jax.Array, q_slots: jax.Array, k_slots: jax.Array) -> jax.Array:
         """A block of queries against the keys around it."""
-        inside = ((k_slots >= 0) & (k_slots < T))[None, None, None, :]
+        # Queries that fill up the last block see nothing, as in blockwise attention.
+        inside = ((k_slots >= 0) & (k_slots < T))[None, :] & (q_slots < T)[:, None]
         k_slots = jnp.clip(k_slots, 0, T - 1)
-        allowed = mask.block(q_slots, k_slots) & inside
+        allowed = mask.block(q_slots, k_slots) & inside[None, None]
         at = None if bias is None else bias.block(q_slots, k_slots)
         drop = None if dropout is None else partial(dropout, q_slots_T=q_slots, k_slots_S=k_slots, T=T)
-        return dense_block(q, k, v, allowed, scoring, bias=at, drop=drop, hides_keys=mask.hides_keys)[0]
+        return dense_block(q, k, v, allowed, scoring, bias=at, drop=drop, hides_keys=mask.hides(T, T))[0]
 
     @jax.checkpoint
     def some(xs: tuple[jax.Array, ...]) -> jax.Array:

@@ -74,7 +74,8 @@ def blockwise(
         bias.check(T, S)
     q_size, k_size = min(block or BLOCK, T), min(block or BLOCK, S)
     rest = Keys(blocks(k_BSKH, k_size), blocks(v_BSKH, k_size), _slots(S, k_size))
-    shared = Block(mask, bias, scoring, dropout, T, S if S % k_size else None)
+    ends = (T if T % q_size else None, S if S % k_size else None)
+    shared = Block(mask, bias, scoring, dropout, T, *ends, mask.hides(T, S))
     xs = (blocks(q_BTNH, q_size), _slots(T, q_size))
     out = jax.lax.map(lambda x: _query_block(x[0], x[1], rest, shared), xs)
     return rearrange(out, "blocks b t n h -> b (blocks t) n h")[:, :T]
@@ -100,7 +101,9 @@ class Block(NamedTuple):
     scoring: Scoring
     dropout: Dropout | None
     T: int
-    end: int | None  # the number of keys, where the last block is not full
+    q_end: int | None  # the number of queries, where the last block is not full
+    k_end: int | None  # and of keys
+    hides: bool  # whether a key may be hidden from all queries
 
     def sink(self) -> jax.Array | None:
         """[1, N, 1, 1], float32."""
@@ -108,7 +111,13 @@ class Block(NamedTuple):
 
     def allowed(self, q_slots: jax.Array, k_slots: jax.Array) -> jax.Array:
         allowed = self.mask.block(q_slots, k_slots)
-        return allowed if self.end is None else allowed & (k_slots < self.end)[None, None, None, :]
+        if self.k_end is not None:
+            allowed = allowed & (k_slots < self.k_end)[None, None, None, :]
+        if self.q_end is not None:
+            # Queries that fill up the last block see nothing: what they made of a bias of -inf would be NaN,
+            # and 0 times it in the gradient of every key.
+            allowed = allowed & (q_slots < self.q_end)[None, None, :, None]
+        return allowed
 
     def scores(self, q: jax.Array, q_slots: jax.Array, kv: Keys, allowed: jax.Array) -> jax.Array:
         """Float32 scores, -inf where masked."""
@@ -118,7 +127,7 @@ class Block(NamedTuple):
 
     def shown(self, x_BSKH: jax.Array, allowed: jax.Array) -> jax.Array:
         """Keys or values with those that no query of the block may see set to 0: NaN in padding stays there."""
-        if not self.mask.hides_keys:
+        if not self.hides:
             return x_BSKH
         return jnp.where(jnp.any(allowed, axis=(1, 2))[:, :, None, None], x_BSKH, 0)
 
@@ -168,7 +177,8 @@ def survey(known: jax.Array, q: jax.Array, q_slots: jax.Array, rest: Keys, block
     Without gradient: it does not change what the weights are a function of.
     """
     if block.scoring.normaliser == "softmax":
-        still_q, still_rest, still = jax.lax.stop_gradient((q, rest, block._replace(dropout=None)))
+        still_q, still_rest, parts = jax.lax.stop_gradient((q, rest, (block.mask, block.bias, block.scoring)))
+        still = Block(*parts, None, *block[4:])
 
         def higher(top: jax.Array, kv: Keys) -> jax.Array:
             q, kv, slots = _tied(still_q, kv, q_slots)
@@ -229,10 +239,10 @@ def divide(sums: Sums, known: jax.Array, block: Block) -> jax.Array:
     total, out, some = sums
     sink = block.sink()
     if sink is not None:
-        out = out / (total + jnp.exp(sink - _usable(known, block)))
-    elif block.scoring.normaliser == "softmax":
+        total = total + jnp.exp(sink - _usable(known, block))
+    if block.scoring.normaliser == "softmax":
         # As in dense attention: no key, no weight; keys whose scores are all -inf, NaN.
-        out = out / jnp.where(some > 0, total, 1)
+        out = out / jnp.where((some > 0) | (total > 0), total, 1)
     elif block.scoring.normaliser == "relu":
         out = out / jnp.where(total > 0, total, 1)
     return rearrange(out, "b n t h -> b t n h")

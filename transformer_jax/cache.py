@@ -146,10 +146,7 @@ def read_source(
 ) -> Cache:
     """The cache of an encoder-decoder with each layer's keys and values of the encoder's output."""
     config = config.replace(expert_capacity=0.0)
-    slots_BS = jnp.arange(source_BS.shape[1], dtype=jnp.int32)[None]
-    # Padding stands at 0, so that no row's length, which dynamic scaling reads, is that of the padding.
-    positions_BS = None if source_lengths_B is None else jnp.where(slots_BS < source_lengths_B[:, None], slots_BS, 0)
-    memory_BSD, _ = encode(params, config, hyper, source_BS, lengths_B=source_lengths_B, positions_BS=positions_BS)
+    memory_BSD, _ = encode(params, config, hyper, source_BS, lengths_B=source_lengths_B)
     assert params.decoder is not None
     crosses = params.decoder.layers.cross
     _, cross = jax.lax.scan(lambda _, layer: (None, keys_values(layer, memory_BSD, config)), None, crosses)

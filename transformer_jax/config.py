@@ -169,6 +169,16 @@ class Config:
             )
         if self.N % self.K:
             raise ConfigError(f"num_kv_heads={self.K} does not divide num_heads={self.N}")
+        if self.attention_implementation == "banded" and (self.mask != "window" or self.architecture == "encoder"):
+            raise ConfigError(
+                f"attention_implementation=banded with architecture={self.architecture}, mask={self.mask}: no "
+                "self-attention has a window there; a decoder's has one with mask=window"
+            )
+        if self.packing and self.num_experts and self.expert_capacity:
+            raise ConfigError(
+                f"packing with expert_capacity={self.expert_capacity:g}: documents of a row would take each other's "
+                "slots; expert_capacity=0 drops none"
+            )
         if self.batch_size % self.accumulation:
             raise ConfigError(f"accumulation={self.accumulation} does not divide batch_size={self.batch_size}")
         if self.positions == "learned" and self.seq_len > self.P:

@@ -105,7 +105,7 @@ def predicted(config: Config, hyper: Hyper, batch: Batch) -> Pattern:
     B, T = batch.tokens_BT.shape
     layers = config.encoder_layers if config.architecture == "encoder" else config.L
     # An encoder sees both ways: its mask is the decoder's without a kind.
-    both_ways = config.replace(mask="none")
+    both_ways = config.replace(mask="none", attention_implementation="dense")
     own = both_ways if config.architecture == "encoder" else config
     allowed = decoder_mask(own, hyper, batch).dense(T, T)
     target = jnp.broadcast_to(reach(allowed, layers), (B, T, T))

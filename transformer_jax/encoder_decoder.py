@@ -160,12 +160,18 @@ def hidden(
     key None: no dropout (evaluation). probe: added in the decoder's (an encoder-only
     model's encoder's) self-attention. nudge: added to the embedded tokens. trace: keep weights
     and scores, O(L N T S) memory, which only dense attention has.
-    Raises ConfigError where the batch lacks the architecture's inputs.
+    Raises ConfigError where the batch lacks the architecture's inputs, and for packed rows with experts' slots.
     """
 
     def part(name: str) -> jax.Array | None:
         return None if key is None else keys.named(key, name)
 
+    packed = batch.segments_BT is not None or batch.source_segments_BS is not None
+    if packed and config.E and config.expert_capacity:
+        raise ConfigError(
+            f"segments with expert_capacity={config.expert_capacity:g}: documents of a row would take each other's "
+            "slots; expert_capacity=0 drops none"
+        )
     memory = source = memory_mask = None
     if config.architecture == "encoder_decoder":
         if batch.source_BS is None:

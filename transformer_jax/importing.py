@@ -1,7 +1,8 @@
 """Parameters from the tensors of other libraries' files, and back, bit for bit.
 
     config, hyper = llama_config(json.loads(Path("config.json").read_text()))
-    params = from_tensors(safetensors.numpy.load_file("model.safetensors"), config, llama_rules(config))
+    tensors = llama_tensors(safetensors.numpy.load_file("model.safetensors"), config)
+    params = from_tensors(tensors, config, llama_rules(config))
     tensors = to_tensors(params, llama_rules(config))
 
 A file is described by rules, one for each of its tensors: its name, and which of our parameters it holds. One
@@ -21,6 +22,7 @@ import numpy as np
 from transformer_jax.config import Config, Hyper
 from transformer_jax.encoder_decoder import Transformer, init_transformer
 from transformer_jax.errors import CheckpointError, ConfigError
+from transformer_jax.rope_scaling import from_hugging_face
 
 Tensors = Mapping[str, np.ndarray]
 
@@ -123,14 +125,19 @@ LLAMA_WANTS = {"model_type": "llama", "hidden_act": "silu", "pretraining_tp": 1}
 
 
 def llama_config(settings: Mapping[str, Any]) -> tuple[Config, Hyper]:
-    """From the values of a config.json. Raises ConfigError for a model that is no LLaMA, or a stretched RoPE."""
-    rope = {**settings, **(settings.get("rope_scaling") or {}), **(settings.get("rope_parameters") or {})}
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    """From the values of a config.json, a stretched RoPE included (rope_scaling.from_hugging_face).
+
+    Raises ConfigError for a model that is no LLaMA, and for a RoPE scaling that is not known.
+    """
     for name, wanted in LLAMA_WANTS.items():
         if settings.get(name, wanted) != wanted:
             raise ConfigError(f"{name}={settings[name]} cannot be imported: only {wanted}")
-    if kind != "default":
-        raise ConfigError(f"rope_type={kind} cannot be imported: only default")
+    base = settings.get("rope_theta")
+    given = {"rope_theta": 10000.0 if base is None else base}
+    # As Hugging Face reads a file that has both names.
+    given |= settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+    rope = from_hugging_face(given, settings.get("max_position_embeddings", 2048))
+    numbers = {field.name: rope.pop(field.name) for field in dataclasses.fields(Hyper) if field.name in rope}
     config = Config(
         vocab_size=settings["vocab_size"],
         d_model=settings["hidden_size"],
@@ -143,13 +150,26 @@ def llama_config(settings: Mapping[str, Any]) -> tuple[Config, Hyper]:
         norm="rmsnorm",
         norm_epsilon=settings.get("rms_norm_eps", 1e-6),
         positions="rope",
+        **rope,
         seq_len=settings.get("max_position_embeddings", 2048),
         tie_embeddings=settings.get("tie_word_embeddings", False),
         scale_embeddings=False,
         attention_bias=settings.get("attention_bias", False),
         ffn_bias=settings.get("mlp_bias", False),
     )
-    return config, Hyper(rope_base=rope.get("rope_theta", 10000.0))
+    return config, Hyper(**numbers)
+
+
+def llama_tensors(tensors: Tensors, config: Config) -> dict[str, np.ndarray]:
+    """The tensors without those that repeat what is known: RoPE's frequencies, and the output layer where it is tied.
+
+    Raises CheckpointError for a tied output layer that is not the embedding.
+    """
+    kept = {name: x for name, x in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+    if config.tie_embeddings and "lm_head.weight" in kept:
+        if not np.array_equal(kept.pop("lm_head.weight"), kept.get("model.embed_tokens.weight", ())):
+            raise CheckpointError("lm_head.weight is not model.embed_tokens.weight, though tie_word_embeddings says so")
+    return kept
 
 
 def llama_rules(config: Config) -> list[Rule]:

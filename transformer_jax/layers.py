@@ -294,17 +294,20 @@ def apply_stack(
     """Run the layers: [B, T, D] -> [B, T, D], traces with a leading L.
 
     memory [B, S, D], memory_mask: the encoder's output, for cross-attention.
-    lengths_B: real tokens of a row, which alone are sent to experts (None: all); real_BT: which, instead.
+    lengths_B: real tokens of a row, which alone are sent to experts and have a length for dynamic RoPE (None:
+    all); real_BT: which, instead.
     held: earlier keys and values, with a leading L; x's own are written to slots_BT, and the mask is
     of all S slots. The traces have what was added; `held` is as it was.
     bias: added to the scores of every self-attention, beside that of the positions.
     probe: zeros with a leading L (see attention.Probe). key: for dropout, folded by layer.
     """
-    turn = rope.from_config(positions_BT, config, hyper) if config.positions == "rope" else None
-    of_positions = position_bias(stack, config, mask)
-    bias = of_positions if bias is None else bias if of_positions is None else bias + of_positions
     if lengths_B is not None:
         real_BT = jnp.arange(x_BTD.shape[1])[None] < lengths_B[:, None]
+    turn = None
+    if config.positions == "rope":
+        turn = rope.from_config(positions_BT, config, hyper, real_BT, masks.segment_ids(mask))
+    of_positions = position_bias(stack, config, mask)
+    bias = of_positions if bias is None else bias if of_positions is None else bias + of_positions
     L = jax.tree.leaves(stack.layers)[0].shape[0]
 
     def body(x: jax.Array, xs: tuple[Layer, Probe | None, Held | None, jax.Array]) -> tuple[jax.Array, LayerTrace]:

@@ -73,6 +73,10 @@ class PrefixLM:
 
     length: Any  # a number, or [B]
 
+    @property
+    def rows(self) -> int:
+        return jnp.size(self.length) if jnp.ndim(self.length) else 1
+
     def allows(self, block: Block) -> jax.Array:
         length = jnp.asarray(self.length)
         length = length[:, None, None, None] if length.ndim else length
@@ -164,7 +168,13 @@ class Placed:
     k_positions_BS: jax.Array | None = None
 
     def at(self, q_positions_BT: jax.Array | None, k_positions_BS: jax.Array | None) -> Self:
-        """The same over slots with the given positions ([B or 1, T] and [B or 1, S], integers)."""
+        """The same over slots with the given positions ([B or 1, T] and [B or 1, S]).
+
+        Raises TypeError for positions that are not integers: bfloat16 ones are equal from 257 on.
+        """
+        for side, table in (("query", q_positions_BT), ("key", k_positions_BS)):
+            if table is not None and not jnp.issubdtype(table.dtype, jnp.integer):
+                raise TypeError(f"{side} positions are {table.dtype}: they stay integers")
         return dataclasses.replace(self, q_positions_BT=q_positions_BT, k_positions_BS=k_positions_BS)
 
     def check(self, T: int, S: int, B: int | None = None) -> None:
@@ -228,10 +238,13 @@ class Mask(Placed):
         """Whether it is known, without its numbers, that nothing is masked."""
         return not self.parts
 
-    @property
-    def hides_keys(self) -> bool:
-        """Whether a key may be hidden from all queries (padding and the like)."""
-        return any(isinstance(part, DATA_DEPENDENT) for part in self.parts)
+    def hides(self, T: int, S: int) -> bool:
+        """Whether one of S keys may be hidden from all of T queries: by padding and the like, or by its slot.
+
+        Where T = S and positions are those of the slots, or both sides' the same, a token sees itself.
+        """
+        at_slots = self.q_positions_BT is None and self.k_positions_BS is None
+        return any(isinstance(part, DATA_DEPENDENT) or (at_slots and T != S) for part in self.parts)
 
     def block(self, q_slots_T: jax.Array, k_slots_S: jax.Array) -> jax.Array:
         """Booleans [B or 1, N or 1, T, S] for a block of query slots against a block of key slots."""
@@ -260,7 +273,9 @@ def known(value: ArrayLike) -> np.ndarray | None:
 
 
 def _positive(name: str, value: ArrayLike, low: int) -> ArrayLike:
-    """`value`, refused where it is a known number below `low`; traced values pass."""
+    """`value`, refused where it is no whole number, or a known one below `low`; traced numbers pass."""
+    if not jnp.issubdtype(jnp.result_type(value), jnp.integer):
+        raise ConfigError(f"{name}={value} is no whole number")
     if (number := known(value)) is not None and np.any(number < low):
         raise ConfigError(f"{name}={value} is out of range: at least {low}")
     return value
@@ -298,7 +313,10 @@ def block_sparse(size: ArrayLike) -> Mask:
 
 def padding(lengths_B: jax.Array) -> Mask:
     """Hide the keys at and beyond each row's length."""
-    return Mask((Padding(jnp.asarray(lengths_B)),))
+    lengths_B = jnp.asarray(lengths_B)
+    if lengths_B.ndim != 1:
+        raise ConfigError(f"lengths of shape {lengths_B.shape}: give one a row, [B]")
+    return Mask((Padding(lengths_B),))
 
 
 def cross(source_lengths_B: jax.Array | None) -> Mask:
@@ -324,6 +342,11 @@ def dense(allowed: jax.Array) -> Mask:
     return Mask((Dense(allowed[None, None] if allowed.ndim == 2 else allowed),))
 
 
+def segment_ids(mask: Mask) -> jax.Array | None:
+    """The queries' segment ids [B or 1, T], of the first part that has them; None without one."""
+    return next((part.q_ids_BT for part in mask.parts if isinstance(part, Segments)), None)
+
+
 def looks_back(mask: Mask) -> bool:
     """Whether the mask is causal, among other things: no query sees a key after it."""
     return any(isinstance(part, Causal) for part in mask.parts)
@@ -335,8 +358,8 @@ def from_config(config: Config, hyper: Hyper) -> Mask:
         "causal": lambda: causal(),
         "none": lambda: full(),
         "inverted": lambda: inverted(),
-        "window": lambda: Mask((Causal(), Window(hyper.window))),
-        "prefix": lambda: Mask((PrefixLM(hyper.prefix),)),
+        "window": lambda: window(hyper.window),
+        "prefix": lambda: prefix_lm(hyper.prefix),
         "block_sparse": lambda: block_sparse(config.block_size),
     }
     return made[config.mask]()

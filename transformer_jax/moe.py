@@ -13,7 +13,9 @@ Two ways, by `Config.expert_capacity`:
               al. 2020), in order of position and then of choice. A token that finds its expert full
               loses that part of its output: the gate is lost, not shared out (Switch, Fedus et al.
               2021). A later token takes nothing from an earlier one, and no row from another.
-              T is the number of a row's real tokens: padding changes nothing.
+              T is the number of a row's real tokens: padding changes nothing. But a longer row has more
+              slots, so that a token that is dropped may be kept once others follow it: what drops is no
+              function of the past alone (nor is it in GShard), and packed documents are refused.
     0         none is dropped: the assignments of the whole batch are sorted by expert.
 
 Where nothing overflows the two are equal.

@@ -19,7 +19,12 @@ def _frequencies(D: int) -> np.ndarray:
 
 
 def sinusoidal(positions_BT: jax.Array, D: int) -> jax.Array:
-    """Sines in even columns, cosines in odd ones: float32 [B or 1, T, D]. Raises ConfigError for odd D."""
+    """Sines in even columns, cosines in odd ones: float32 [B or 1, T, D]. Raises ConfigError for odd D.
+
+    TypeError for positions that are not integers: they stay so until the angle.
+    """
+    if not jnp.issubdtype(positions_BT.dtype, jnp.integer):
+        raise TypeError(f"positions are {positions_BT.dtype}: they stay integers until the angle")
     angles = positions_BT[..., None].astype(jnp.float32) * jnp.asarray(_frequencies(D), jnp.float32)[None, None, :]
     pairs = jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1)
     return pairs.reshape(*angles.shape[:-1], D)

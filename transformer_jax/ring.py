@@ -24,7 +24,7 @@ from transformer_jax.blockwise import BLOCK, Block, Dropout, Keys, Sums, before,
 from transformer_jax.errors import ConfigError
 from transformer_jax.masks import Mask
 from transformer_jax.relative import Bias
-from transformer_jax.scores import PLAIN, Scoring, check_heads, check_normaliser, check_sink
+from transformer_jax.scores import PLAIN, Scoring, check_heads, check_normaliser, check_sink, check_values
 
 Shared = tuple[Mask, Bias | None, Scoring, Dropout | None]
 
@@ -58,6 +58,7 @@ def attend(
         given |= {"implementation": implementation, "block": block, "band": band}
         return attention.attend(q_BTNH, k_BSKH, v_BSKH, mask, **given)
     check_heads(q_BTNH, k_BSKH)
+    check_values(q_BTNH, k_BSKH, v_BSKH)
     mask = masks.full() if mask is None else mask
     bias = relative.dense(bias) if isinstance(bias, jax.Array) else bias
     dropout = None if dropout_rate is None or key is None else Dropout(key, dropout_rate)
@@ -88,6 +89,7 @@ def ring(
     """[B, T, N, H], equal to blockwise attention; T and S are multiples of the axis."""
     T, S, n = q_BTNH.shape[1], k_BSKH.shape[1], mesh.shape[axis]
     q_size, k_size = min(block or BLOCK, T // n), min(block or BLOCK, S // n)
+    ends: Any = T, T, S, mask.hides(T, S)
 
     def local(place: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, shared: Shared) -> jax.Array:
         """[B, T/n, N, H] on one device; place: its number in the ring, [1]."""
@@ -98,15 +100,15 @@ def ring(
             return Keys(blocks(k, k_size), blocks(v, k_size), _slots(owner, S, n, k_size))
 
         def look(turn: jax.Array, known: jax.Array, k: jax.Array) -> jax.Array:
-            rest, parts = of((place[0] + turn) % n, k, k), Block(*jax.lax.stop_gradient(shared), T, S)
+            rest, parts = of((place[0] + turn) % n, k, k), Block(*jax.lax.stop_gradient(shared), *ends)
             return jax.lax.map(lambda xs: survey(xs[0], xs[1], xs[2], rest, parts), (known, queries, slots))
 
         def weighed(turn: jax.Array, given: Any, kv: tuple[jax.Array, jax.Array]) -> Sums:
             place, known, queries, slots, (mask, bias, scoring, dropout) = given
-            rest, parts = of((place[0] + turn) % n, *kv), Block(mask, bias, scoring, dropout, T, S)
+            rest, parts = of((place[0] + turn) % n, *kv), Block(mask, bias, scoring, dropout, *ends)
             return jax.lax.map(lambda xs: weigh(xs[0], xs[1], xs[2], rest, parts), (known, queries, slots))
 
-        parts = Block(*shared, T, S)
+        parts = Block(*shared, *ends)
         known = jax.lax.map(lambda q: before(q, parts), queries)
         if scoring.normaliser != "relu":
             known = _round(look, known, jax.lax.stop_gradient(k), axis, n)

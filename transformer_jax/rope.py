@@ -29,7 +29,7 @@ class Rotation(NamedTuple):
 def rotation(positions_BT: jax.Array, rotated: int, base: ArrayLike, scaled: Scaled | None = None) -> Rotation:
     """Angles of integer positions [B or 1, T].
 
-    scaled: frequencies to turn by instead of the base's own, [R/2] or [B or 1, R/2], and the
+    scaled: frequencies to turn by instead of the base's own, [R/2], [B or 1, R/2] or [B, T, R/2], and the
     attention factor. Positions stay integers until the angle, and angles are float32 whatever the
     compute type: bfloat16 positions alias from 257 on. Raises TypeError for other positions,
     ConfigError for frequencies of another width.
@@ -39,17 +39,42 @@ def rotation(positions_BT: jax.Array, rotated: int, base: ArrayLike, scaled: Sca
     turns, attention_factor = (frequencies(rotated, base), None) if scaled is None else scaled
     if turns.shape[-1] != rotated // 2:
         raise ConfigError(f"{turns.shape[-1]} RoPE frequencies for {rotated} rotated coordinates")
-    turns = turns[None, None] if turns.ndim == 1 else turns[:, None]
+    turns = turns[None, None] if turns.ndim == 1 else turns[:, None] if turns.ndim == 2 else turns
     angles = positions_BT[..., None].astype(jnp.float32) * turns
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     return Rotation(cos, sin) if attention_factor is None else Rotation(cos * attention_factor, sin * attention_factor)
 
 
-def from_config(positions_BT: jax.Array, config: Config, hyper: Hyper) -> Rotation:
+def lengths_of(
+    positions_BT: jax.Array, real_BT: jax.Array | None = None, segments_BT: jax.Array | None = None
+) -> jax.Array:
+    """The largest real position + 1 of each row, [B or 1]; with segments, of each token's own, [B, T].
+
+    So no result depends on padding, on another row, or on another document of a packed row.
+    """
+    positions_BT = positions_BT if real_BT is None else jnp.where(real_BT, positions_BT, -1)
+    if segments_BT is None:
+        return jnp.max(positions_BT, axis=1) + 1
+
+    def of_segments(positions_T: jax.Array, ids_T: jax.Array) -> jax.Array:
+        # Ids may be any numbers: the first place of one in their order is its own bin.
+        bins_T = jnp.searchsorted(jnp.sort(ids_T), ids_T)
+        return jnp.full_like(positions_T, -1).at[bins_T].max(positions_T)[bins_T] + 1
+
+    return jax.vmap(of_segments)(jnp.broadcast_to(positions_BT, segments_BT.shape), segments_BT)
+
+
+def from_config(
+    positions_BT: jax.Array,
+    config: Config,
+    hyper: Hyper,
+    real_BT: jax.Array | None = None,
+    segments_BT: jax.Array | None = None,
+) -> Rotation:
     """Angles of integer positions [B or 1, T] with the scaling that the settings name.
 
-    The length that dynamic scaling reads is a row's own largest position + 1, so that no row's
-    result depends on its neighbours.
+    real_BT: booleans, False for padding (None: all are real). segments_BT: ids of packed documents. Dynamic
+    scaling alone reads them, for the length that it stretches to: see `lengths_of`.
     """
     scaled = scaled_frequencies(
         config.rope_scaling,
@@ -60,7 +85,7 @@ def from_config(positions_BT: jax.Array, config: Config, hyper: Hyper) -> Rotati
         slow=hyper.rope_slow,
         fast=hyper.rope_fast,
         attention_factor=hyper.rope_attention_factor,
-        length=jnp.max(positions_BT, axis=1) + 1 if config.rope_scaling == "dynamic" else None,
+        length=lengths_of(positions_BT, real_BT, segments_BT) if config.rope_scaling == "dynamic" else None,
     )
     return rotation(positions_BT, config.rotated, hyper.rope_base, scaled)
 

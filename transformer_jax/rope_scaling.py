@@ -5,7 +5,7 @@ trained on `original` positions reads `factor` times as many when its pairs turn
 
     linear   every pair by the factor (Chen et al. 2023, position interpolation)
     ntk      a larger base, so that the fastest pair is kept and the slowest divided by the factor
-    dynamic  the same, by what the row's own length asks for; nothing changes within `original`
+    dynamic  the same, by what the row's own real tokens ask for; nothing changes within `original`
     yarn     pairs of many turns in `original` are kept, of few divided, a ramp over the pairs between
              (Peng et al. 2023); the attention factor sharpens the scores
     llama3   the same idea with the ramp over the turns instead of the pairs (Llama 3.1)
@@ -31,7 +31,7 @@ OWN_TURNS = {"yarn": (1.0, 32.0), "llama3": (1.0, 4.0)}  # slow, fast
 
 
 class Scaled(NamedTuple):
-    """Radians per position, float32 [R/2] or [B or 1, R/2], and what cos and sin are multiplied by, float32 []."""
+    """Radians per position, float32 [R/2], [B or 1, R/2] or [B, T, R/2]; what cos and sin are multiplied by, []."""
 
     frequencies: jax.Array
     attention_factor: jax.Array
@@ -63,9 +63,10 @@ def scaled_frequencies(
     slow, fast: the turns below which yarn and llama3 divide a pair and above which they keep it;
     0: the kind's own (1 and 32, 1 and 4). attention_factor: 0 is the kind's own, which is
     0.1 ln(factor) + 1 for yarn and 1 for the others; kind "none" has no scaling to multiply.
-    length: tokens of each row, integers [B] or one number; dynamic alone reads it, and gives
-    [B or 1, R/2] instead of [R/2]. Raises ConfigError for an unknown kind, for dynamic without
-    a length, and for known turns that leave nothing between slow and fast.
+    length: tokens of each row, integers [B] or one number, or [B, T] of each token's own document;
+    dynamic alone reads it, and gives [B or 1, R/2] or [B, T, R/2] instead of [R/2].
+    Raises ConfigError for an unknown kind, for dynamic without a length, and for known turns that leave
+    nothing between slow and fast.
     """
     if kind not in ROPE_SCALINGS:
         raise unknown("rope_scaling", kind, ROPE_SCALINGS)
@@ -81,8 +82,9 @@ def scaled_frequencies(
         if length is None:
             raise ConfigError("rope_scaling=dynamic depends on the length of each row, and none is given")
         # factor * length / original - (factor - 1), without its cancellation.
-        excess_B = jnp.maximum(jnp.atleast_1d(jnp.asarray(length)) - original, 0) / original
-        made = jax.vmap(lambda excess: full * _slower(rotated, 1.0 + factor * excess))(excess_B)
+        excess = jnp.maximum(jnp.atleast_1d(jnp.asarray(length)) - original, 0) / original
+        made = jax.vmap(lambda one: full * _slower(rotated, 1.0 + factor * one))(excess.reshape(-1))
+        made = made.reshape(*excess.shape, -1)
     else:
         slow, fast = _turns(kind, slow, fast)
         if kind == "yarn":

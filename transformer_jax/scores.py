@@ -58,6 +58,16 @@ def check_heads(q_BTNH: jax.Array, k_BSKH: jax.Array) -> None:
         )
 
 
+def check_values(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> None:
+    """Raise ConfigError where queries, keys and values differ in rows, or keys and values in length or heads."""
+    rows, (kept, slots, K), values = q_BTNH.shape[0], k_BSKH.shape[:3], v_BSKH.shape[:3]
+    if rows != kept or values != (kept, slots, K):
+        raise ConfigError(
+            f"queries of {rows} rows, keys of {kept} rows, {slots} slots and {K} heads, "
+            f"values of {values[0]}, {values[1]} and {values[2]}: they must agree"
+        )
+
+
 def attention_scores(
     q_BTNH: jax.Array, k_BSKH: jax.Array, scoring: Scoring, bias: jax.Array | None = None
 ) -> jax.Array:
@@ -88,23 +98,24 @@ def masked_softmax(scores: jax.Array, allowed: jax.Array | None, sink: jax.Array
     """exp(s_j) / sum exp(s); with a sink [..., T or 1, 1], exp(sink) is added to the sum.
 
     Masked entries are set to -inf before the exponential; a row without any allowed entry is
-    divided by 1 instead of 0. Infinities that come with the scores themselves are not mended.
+    divided by 1 instead of 0, unless its sink, however low, is all that it has. A sink of -inf is none.
+    Infinities that come with the scores themselves are not mended.
     """
     some = None
     if allowed is not None:
         scores = jnp.where(allowed, scores, -jnp.inf)
         some = jnp.any(allowed, axis=-1, keepdims=True)
     top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
-    if some is not None:
-        top = jnp.where(some, top, 0)
     if sink is not None:
         top = jnp.maximum(top, jax.lax.stop_gradient(sink))
+    if some is not None:
+        top = jnp.where(some | (top > -jnp.inf), top, 0)
     powers = jnp.exp(scores - top)
     total = jnp.sum(powers, axis=-1, keepdims=True)
     if sink is not None:
         total = total + jnp.exp(sink - top)
-    elif some is not None:
-        total = jnp.where(some, total, 1)
+    if some is not None:
+        total = jnp.where(some | (total > 0), total, 1)
     return powers / total
 
 
