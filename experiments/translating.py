@@ -17,7 +17,6 @@ from transformer_jax.beam import Penalty, beam_search
 from transformer_jax.cache import most_positions
 from transformer_jax.config import Config, Hyper
 from transformer_jax.data import END, PAD, START, Tokenizers
-from transformer_jax.data.tokenizers import UNKNOWN, Tokenizer
 from transformer_jax.decode import bucket
 from transformer_jax.encoder_decoder import Transformer
 from transformer_jax.errors import DataError
@@ -83,7 +82,7 @@ def translate(translator: Translator, sources: Sequence[str], strict: bool = Fal
             blank += 1
             continue
         row = source_ids(config, translator.tokenizers, text)
-        strange = count_unknown(translator.tokenizers.source, row)
+        strange = translator.tokenizers.source.unknown([text], [row[:-1]])[0]  # its last id is a mark
         if strict and (strange or len(row) > config.seq_len):
             long = f"{len(row)} tokens are longer than seq_len={config.seq_len}"
             why = f"{strange} of its symbols are not in the vocabulary" if strange else long
@@ -105,11 +104,6 @@ def source_ids(config: Config, tokenizers: Tokenizers, text: str) -> list[int]:
     if config.architecture == "encoder_decoder":
         return tokenizers.source_ids(text)
     return [*tokenizers.source.encode(text), START]
-
-
-def count_unknown(tokenizer: Tokenizer, ids: Sequence[int]) -> int:
-    """How many of these ids stand for what the vocabulary lacks; bytes lack nothing."""
-    return 0 if tokenizer.kind == "bytes" else list(ids).count(UNKNOWN)
 
 
 def _batches(config: Config, ids: dict[int, list[int]], most: int) -> Iterator[tuple[list[int], list[list[int]]]]:
