@@ -75,6 +75,7 @@ def translate(translator: Translator, sources: Sequence[str], strict: bool = Fal
     DataError, which counts the sources from `before` + 1 on.
     """
     config, blank, unknown = translator.config, 0, 0
+    longest, limit = longest_source(config)
     ids: dict[int, list[int]] = {}
     too_long = []
     for i, text in enumerate(sources):
@@ -83,11 +84,11 @@ def translate(translator: Translator, sources: Sequence[str], strict: bool = Fal
             continue
         row = source_ids(config, translator.tokenizers, text)
         strange = translator.tokenizers.source.unknown([text], [row[:-1]])[0]  # its last id is a mark
-        if strict and (strange or len(row) > config.seq_len):
-            long = f"{len(row)} tokens are longer than seq_len={config.seq_len}"
+        if strict and (strange or len(row) > longest):
+            long = f"{len(row)} tokens are longer than {limit}"
             why = f"{strange} of its symbols are not in the vocabulary" if strange else long
             raise DataError(f"source {before + i + 1}, {text[:40]!r}: {why}")
-        if len(row) > config.seq_len:
+        if len(row) > longest:
             too_long.append(i)
             continue
         unknown += strange
@@ -106,11 +107,10 @@ def source_ids(config: Config, tokenizers: Tokenizers, text: str) -> list[int]:
     return [*tokenizers.source.encode(text), START]
 
 
-def _batches(config: Config, ids: dict[int, list[int]], most: int) -> Iterator[tuple[list[int], list[list[int]]]]:
-    """(numbers, rows) of sources that share a program: `most` rows, or one where a length has one source.
+def _batches(config: Config, ids: dict[int, list[int]], size: int) -> Iterator[tuple[list[int], list[list[int]]]]:
+    """(numbers, rows) of sources that share a program: always `size` rows, as to compile another takes longer.
 
-    Two sizes, as to compile a program takes longer than to fill it up. The rows that do are the first one
-    again: they end when that does.
+    What fills them up is the first one again: it ends when that does.
     """
     groups: dict[int, list[int]] = {}
     for i in sorted(ids, key=lambda i: len(ids[i])):
@@ -118,7 +118,6 @@ def _batches(config: Config, ids: dict[int, list[int]], most: int) -> Iterator[t
         # What a decoder may write is what its row leaves: sources of one length, though of one program for many.
         groups.setdefault(bucket(length) if config.architecture == "encoder_decoder" else length, []).append(i)
     for group in groups.values():
-        size = 1 if len(group) == 1 else most
         for first in range(0, len(group), size):
             numbers = group[first : first + size]
             yield numbers, [ids[i] for i in numbers] + [ids[numbers[0]]] * (size - len(numbers))
@@ -128,7 +127,16 @@ def _room(config: Config, prompt: int) -> int:
     """Tokens that can be written after so many: END, which is never read, may stand past seq_len."""
     most = most_positions(config)
     room = config.seq_len + 1 - prompt
-    return room if most is None else max(1, min(room, most - prompt))
+    return room if most is None else min(room, most - prompt)
+
+
+def longest_source(config: Config) -> tuple[int, str]:
+    """(the most ids that a source may have, what says so): a decoder's source leaves room for an id to write."""
+    most = most_positions(config)
+    if config.architecture == "encoder_decoder" or most is None or most > config.seq_len:
+        return config.seq_len, f"seq_len={config.seq_len}"
+    name = "max_positions" if config.positions == "learned" else "rope_original_positions"
+    return most - 1, f"{name}={most} less the one to write"
 
 
 def _search(translator: Translator, rows: list[list[int]]) -> list[list[Output]]:
