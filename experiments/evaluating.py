@@ -45,9 +45,26 @@ class Evaluated:
     scores: dict[str, Score]
 
 
-def parts(kind: str) -> Callable[[str], list[str]]:
-    """What edits are counted in, by the kind of the target's tokenizer: characters, or what white space parts."""
-    return list if kind == "chars" else metrics.symbols
+def metrics_of(translator: Translator) -> tuple[str, ...]:
+    """The names of the metrics: those of config.metrics, or else those that suit the target side.
+
+    Raises ConfigError for an unknown one, DataError where a package is missing that one needs: now, not after hours.
+    """
+    names = metrics.chosen(translator.config.metrics, translator.tokenizers.target.kind)
+    for name in names:
+        metrics.score(name, ["a"], [["a"]])
+    return names
+
+
+def unit_of(translator: Translator) -> str:
+    """What edits are counted in: characters, symbols or words."""
+    kind = translator.tokenizers.target.kind
+    return metrics.unit_of(metrics.chosen(translator.config.metrics, kind), kind)
+
+
+def parts(unit: str) -> Callable[[str], list[str]]:
+    """Text -> the parts that edits of this unit are counted in."""
+    return list if unit == "characters" else metrics.symbols
 
 
 def _sides(translator: Translator, pairs: Pairs) -> tuple[list[str], Sequence[Sequence[str]]]:
@@ -62,7 +79,7 @@ def evaluate_pairs(translator: Translator, pairs: Pairs, strict: bool = False) -
     """Translate every source and score the outputs; a source that is too long has an empty output, which is wrong."""
     sources, references = _sides(translator, pairs)
     made = translate(translator, sources, strict)
-    split = parts(translator.tokenizers.target.kind)
+    split = parts(unit_of(translator))
     items = []
     for source, several, found in zip(sources, references, made.outputs, strict=True):
         output, score, ids = found[0] if found else ("", -math.inf, ())
@@ -73,25 +90,25 @@ def evaluate_pairs(translator: Translator, pairs: Pairs, strict: bool = False) -
 
 
 def scores_of(translator: Translator, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, Score]:
-    """The metrics that suit the target side."""
-    names = metrics.for_target(translator.tokenizers.target.kind)
-    return {name: metrics.score(name, outputs, references) for name in names}
+    """The metrics of `metrics_of`."""
+    return {name: metrics.score(name, outputs, references) for name in metrics_of(translator)}
 
 
 def judge(translator: Translator, pairs: Pairs) -> Callable[[Any], dict[str, float | None]]:
     """Parameters -> the metrics on `pairs`, for evaluations during training; None each where the model diverged.
 
     translator: how to search; its models are left out. Nothing is compiled after the first call. Raises
-    ConfigError, before any, for a model that cannot be cached.
+    ConfigError, before any, for a model that cannot be cached, and as `metrics_of` does.
     """
     check_cacheable(translator.config)
+    names = metrics_of(translator)
     sources, references = _sides(translator, pairs)
 
     def score(params: Any) -> dict[str, float | None]:
         try:
             made = translate(dataclasses.replace(translator, models=(params,)), sources)
         except NotFiniteError:  # nothing finite to choose from
-            return dict.fromkeys(metrics.for_target(translator.tokenizers.target.kind))
+            return dict.fromkeys(names)
         return {name: found.value for name, found in scores_of(translator, made.best(), references).items()}
 
     return score
@@ -106,12 +123,12 @@ def worst(items: Sequence[Item], most: int) -> list[Item]:
     return sorted(wrong, key=lambda item: (-item.edits, item.length))[:most]
 
 
-def confusions(items: Sequence[Item], kind: str, most: int) -> list[tuple[str, str, int]]:
+def confusions(items: Sequence[Item], unit: str, most: int) -> list[tuple[str, str, int]]:
     """(wanted, written, how often) over all items' shortest edits, the most common first; "" for nothing."""
     counts: collections.Counter[tuple[str, str]] = collections.Counter()
     for item in items:
         if not item.correct:
-            counts.update(metrics.confusions(item.output, item.closest, parts(kind)))
+            counts.update(metrics.confusions(item.output, item.closest, parts(unit)))
     ordered = sorted(counts.items(), key=lambda found: (-found[1], found[0]))
     return [(wanted, written, count) for (wanted, written), count in ordered[:most]]
 

@@ -67,6 +67,7 @@ def run(settings: Settings) -> int:
     begun = time.monotonic()
     loaded = ensembles.load(settings)
     translator = loaded.translator
+    evaluating.metrics_of(translator)
     given = {name: settings.overrides[name] for name in ("pairs", "dev", "test") if settings.overrides.get(name)}
     splits = splits_of(translator.config, translator.tokenizers, given, settings.strict)
     workdir = open_workdir(
@@ -97,7 +98,7 @@ def run(settings: Settings) -> int:
         "wall_seconds": time.monotonic() - begun,
     }  # fmt: skip
     report_pairs.write_outputs(workdir.path / "outputs.tsv", evaluated)
-    report_pairs.write(workdir.path, results, evaluated, translator.tokenizers.target.kind, pieces)
+    report_pairs.write(workdir.path, results, evaluated, evaluating.unit_of(translator), pieces)
     workdir.write("results.json", results)
     report_pairs.show(results, workdir.path)
     return 0

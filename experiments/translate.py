@@ -23,12 +23,15 @@ from experiments import ensembles
 from experiments.flags import Settings
 from experiments.lines import one_line, windows
 from experiments.translating import Output, longest_source, translate
+from transformer_jax.errors import ConfigError
 
 FLAGS = ensembles.FLAGS
 
 
 def run(settings: Settings) -> int:
     """Translate all of stdin."""
+    if "metrics" in settings.overrides:
+        raise ConfigError("--metrics has no effect in --experiment=translate: leave it out")
     loaded = ensembles.load(settings)
     for note in loaded.notes:
         print(note, file=sys.stderr)

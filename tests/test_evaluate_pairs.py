@@ -233,7 +233,7 @@ def test_sentences_have_bleu_with_its_signature(done: Done, tmp_path: Path, caps
     items = [item_of("x", out, several[0]) for out, several in zip(outputs, references, strict=True)]
     found = {name: {"value": s.value, "signature": s.signature} for name, s in scores.items()}
     results = dict(done.results, splits={"s": {"items": 2, "loss": None, "perplexity": None, "metrics": found}})
-    report_pairs.write(tmp_path, results, {"s": evaluating.Evaluated(items, scores)}, "bytes", {})
+    report_pairs.write(tmp_path, results, {"s": evaluating.Evaluated(items, scores)}, "words", {})
     report_pairs.show(results, tmp_path)
     page, said = (tmp_path / "report.html").read_text(encoding="utf-8"), capsys.readouterr().out
     for text in (page, said):
@@ -248,7 +248,7 @@ def test_markup_in_texts_stays_text(done: Done, tmp_path: Path) -> None:
     found = {hostile: evaluating.Evaluated([item], {"word_error_rate": metrics.Score(100.0)})}
     results = dict(done.results, title=hostile, notes=[hostile], splits={hostile: done.results["splits"]["dev"]})
     shown = heads.Heads("cross", np.full((1, 2, 2, 3), 1 / 3), ["<i>", "$x$"], list("a_b"))
-    report_pairs.write(tmp_path, results, found, "chars", {hostile: [(item, [shown])]})
+    report_pairs.write(tmp_path, results, found, "characters", {hostile: [(item, [shown])]})
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "<b>" not in page and "<i>" not in page and html.escape(hostile, quote=False)[:9] in page
 
