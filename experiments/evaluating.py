@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -149,19 +149,36 @@ def by_length(items: Sequence[Item], name: str) -> list[tuple[str, int, float]]:
     return rows
 
 
-def chosen(items: Sequence[Item], show: str, most: int = 3, longest: int = 24) -> list[Item]:
-    """Items whose attention is drawn: those of the sources in `show`, parted by |, or some wrong and right ones.
+def named(show: str, sources: Collection[str]) -> list[str]:
+    """The sources that --show names, parted by |, each once.
 
-    Raises ConfigError for a source that is not there. Unless they are asked for, those of up to
-    `longest` tokens a side are preferred.
+    From left to right the longest piece that is a source is taken, as it stands: one that holds a | or begins or
+    ends with a space can be named too. Where none is, the text up to the next | without the spaces at its ends.
+    Raises ConfigError, with the nearest source, for what is in none of them.
     """
-    if show:
-        there = {item.source: item for item in reversed(items)}
-        wanted = [part.strip() for part in show.split("|")]
-        for part in wanted:
-            if part not in there:
-                raise ConfigError(f"--show={part!r}: no such source among those that were evaluated")
-        return [there[part] for part in wanted]
+    there, found = set(sources), []
+    parts = show.split("|") if show else []
+    while parts:
+        sizes = (n for n in range(len(parts), 0, -1) if "|".join(parts[:n]) in there)
+        taken = next(sizes, 1)
+        whole = "|".join(parts[:taken])
+        source = whole if whole in there else whole.strip()
+        if source not in there:
+            nearest, _ = metrics.closest(source, list(dict.fromkeys(sources)), list)
+            raise ConfigError(f"--show={source!r}: no such source is to be evaluated; the nearest one: {nearest!r}")
+        found.append(source)
+        parts = parts[taken:]
+    return list(dict.fromkeys(found))
+
+
+def of_sources(items: Sequence[Item], sources: Sequence[str]) -> list[Item]:
+    """The first item of each of these sources that is there."""
+    there = {item.source: item for item in reversed(items)}
+    return [there[source] for source in sources if source in there]
+
+
+def telling(items: Sequence[Item], most: int = 3, longest: int = 24) -> list[Item]:
+    """Some wrong and right items whose attention is drawn; those of up to `longest` tokens a side are preferred."""
     written = [item for item in items if item.ids]
     fit = [item for item in written if max(item.length, len(item.ids)) <= longest]
     written = fit or sorted(written, key=lambda item: item.length)[:most]
