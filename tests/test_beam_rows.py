@@ -91,7 +91,7 @@ def alike(one: Any, row: int, other: Any, place: int, atol: float = 1e-5) -> Non
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("beam", [1, W])
 def test_m3_a_row_is_the_same_among_any_others(beam: int, dtype: str) -> None:
-    """64 rows, as `translate` always has: other sources beside it, at another place, or itself."""
+    """64 rows, one program: other sources beside it, at another place, or itself."""
     config, given = PAIR.replace(compute_dtype=dtype), sources(64, 16)
     whole = found(config, given, beam)
     backwards = found(config, given[::-1], beam)

@@ -66,20 +66,23 @@ def test_an_encoder_reads_as_many_as_a_row_has() -> None:
 
 @pytest.mark.parametrize("architecture", ["encoder_decoder", "decoder"])
 @pytest.mark.parametrize("width", [1, 3])
-def test_k1_one_line_and_many_are_one_program(width: int, architecture: str) -> None:
+def test_k1_a_line_alone_has_a_program_and_any_number_of_others_one_more(width: int, architecture: str) -> None:
     config = BASE.replace(architecture=architecture, d_model=12, seq_len=16)
     made = dataclasses.replace(translator(config, rows=5), beam=width)
-    before = beam._search._cache_size()
-    for sources in (["abc"], ["abc", "cab"], ["ab"] * 11, ["a", "ab", "abc", "abcd"]):
+    before, counts = beam._search._cache_size(), []
+    for sources in (["abc"], ["ab"], ["abc", "cab"], ["abc"] * 11, ["ab", "ab", "cab", "abc", "abc"]):
         translate(made, sources)
-    assert beam._search._cache_size() - before == 1
+        counts.append(beam._search._cache_size() - before)
+    assert counts == [1, 1, 2, 2, 2]
 
 
 def test_a_line_alone_is_the_line_among_others() -> None:
-    """The same program: the same bits, in half precision too."""
+    """Another program, and the same ids and scores, in half precision too."""
     config = BASE.replace(architecture="encoder_decoder", compute_dtype="bfloat16")
     made = dataclasses.replace(translator(config, rows=64), beam=3, n_best=3)
     sources = [f"{i:b}" for i in range(40)]
     together = translate(made, sources).outputs
     for i in (0, 7, 39):
-        assert translate(made, [sources[i]]).outputs[0] == together[i]
+        alone = translate(made, [sources[i]]).outputs[0]
+        assert [out.ids for out in alone] == [out.ids for out in together[i]]
+        assert [out.score for out in alone] == pytest.approx([out.score for out in together[i]], abs=1e-5)
