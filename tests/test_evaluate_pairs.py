@@ -387,7 +387,7 @@ def test_flags_of_pairs_are_refused_for_another_task(done: Done, tmp_path: Path,
     held = json.loads((done.run / "config.json").read_text())
     held["identity"]["config"]["task"] = "copy"
     (tmp_path / "config.json").write_text(json.dumps(held))
-    for flag in ("--beam=2", "--show=a", "--workdir=w", "--strict"):
+    for flag in ("--beam=2", "--show=a", "--workdir=w", "--strict", "--metrics=bleu"):
         assert launch.main(["launch.py", "--experiment=evaluate", f"--restore={tmp_path}", flag]) == 2
         name = flag.split("=")[0]
         assert f"{name} has no effect on a model of task copy" in capsys.readouterr().err
