@@ -19,10 +19,11 @@ FLAGS = ("restore", "restore_step", "average", "beam", "n_best", "penalty", "len
 DATA = ("pairs", "dev", "test", "batch_size")  # fields of Config that are not the model's, and may differ
 # How a model was trained, which what it computes does not depend on.
 LEARNING = frozenset({
-    *DATA, "task", "text", "tokenizer", "target_tokenizer", "bpe_size", "length_buckets", "packing", "optimizer",
-    "schedule", "steps", "warmup_steps", "decay_steps", "accumulation", "loss_chunks", "remat", "scan_unroll",
-    "learning_rate", "dropout_rate", "attention_dropout_rate", "activation_dropout_rate", "label_smoothing", "z_loss",
-    "load_balance", "router_z_loss", "clip_norm", "ema_decay", "weight_decay", "b1", "b2", "adam_epsilon", "momentum",
+    *DATA, "task", "text", "tokenizer", "target_tokenizer", "metrics", "bpe_size", "length_buckets", "packing",
+    "optimizer", "schedule", "steps", "warmup_steps", "decay_steps", "accumulation", "loss_chunks", "remat",
+    "scan_unroll", "learning_rate", "dropout_rate", "attention_dropout_rate", "activation_dropout_rate",
+    "label_smoothing", "z_loss", "load_balance", "router_z_loss", "clip_norm", "ema_decay", "weight_decay", "b1", "b2",
+    "adam_epsilon", "momentum",
 })  # fmt: skip
 COMPUTED = ("attention_softcap", "final_softcap")  # the terms that evaluation has too
 

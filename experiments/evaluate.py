@@ -3,6 +3,7 @@
     python launch.py --experiment=evaluate --restore=runs/lm
     python launch.py --experiment=evaluate --restore=runs/lm --text=other.txt --attention_temperature=1.5
     python launch.py --experiment=evaluate --restore=runs/g2p --pairs=test.tsv --beam=5
+    python launch.py --experiment=evaluate --restore=runs/bytes --metrics=phone_error_rate,word_error_rate
     python launch.py --experiment=evaluate --restore=runs/a,runs/b --dev=dev.tsv --show="chat|oiseau"
 
 The newest good checkpoint is used, or that of --restore_step (a step, or best); --mesh splits the
@@ -10,10 +11,11 @@ model over devices, whatever it was trained on. Numbers in Hyper, the mask and t
 from training; what changes a parameter's shape is refused with a list of what differs.
 
 A model of pairs is judged by what it writes for --pairs, --dev or --test, or for its own dev and
-test: word and phone error rates or BLEU and chrF, as the target side suggests
-(transformer_jax/data/metrics.py), exact match, loss and perplexity by tokens. --workdir, by default
-RESTORE/evaluation, gets outputs.tsv, results.json and report.html: errors by length, the worst ones,
-mistaken symbols, attention of the pairs in --show. --beam, --average and several models as in translate.
+test: word and phone error rates or BLEU and chrF, as the target side suggests or --metrics says
+(transformer_jax/data/metrics.py), exact match, loss and perplexity by tokens. --workdir, by default a folder
+RESTORE/evaluation… that follows from what is asked, gets outputs.tsv, results.json and report.html: errors by
+length, the worst ones, mistaken symbols, attention of the pairs in --show. --beam, --average and several models
+as in translate.
 """
 
 from pathlib import Path
@@ -35,7 +37,7 @@ def run(settings: Settings) -> int:
     if evaluation.of_pairs(settings.restore):
         return evaluation.run(settings)
     trained, trained_hyper = saved_configuration(settings.restore)
-    idle = sorted((settings.given & set(evaluation.FLAGS)) - {"restore", "restore_step", "average"})
+    idle = sorted((settings.given & {*evaluation.FLAGS, "metrics"}) - {"restore", "restore_step", "average"})
     if idle:
         raise ConfigError(f"--{idle[0]} has no effect on a model of task {trained.task}: leave it out")
     mesh = sharding.from_text(settings.mesh)

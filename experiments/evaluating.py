@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,9 +45,26 @@ class Evaluated:
     scores: dict[str, Score]
 
 
-def parts(kind: str) -> Callable[[str], list[str]]:
-    """What edits are counted in, by the kind of the target's tokenizer: characters, or what white space parts."""
-    return list if kind == "chars" else metrics.symbols
+def metrics_of(translator: Translator) -> tuple[str, ...]:
+    """The names of the metrics: those of config.metrics, or else those that suit the target side.
+
+    Raises ConfigError for an unknown one, DataError where a package is missing that one needs: now, not after hours.
+    """
+    names = metrics.chosen(translator.config.metrics, translator.tokenizers.target.kind)
+    for name in names:
+        metrics.score(name, ["a"], [["a"]])
+    return names
+
+
+def unit_of(translator: Translator) -> str:
+    """What edits are counted in: characters, symbols or words."""
+    kind = translator.tokenizers.target.kind
+    return metrics.unit_of(metrics.chosen(translator.config.metrics, kind), kind)
+
+
+def parts(unit: str) -> Callable[[str], list[str]]:
+    """Text -> the parts that edits of this unit are counted in."""
+    return list if unit == "characters" else metrics.symbols
 
 
 def _sides(translator: Translator, pairs: Pairs) -> tuple[list[str], Sequence[Sequence[str]]]:
@@ -62,7 +79,7 @@ def evaluate_pairs(translator: Translator, pairs: Pairs, strict: bool = False) -
     """Translate every source and score the outputs; a source that is too long has an empty output, which is wrong."""
     sources, references = _sides(translator, pairs)
     made = translate(translator, sources, strict)
-    split = parts(translator.tokenizers.target.kind)
+    split = parts(unit_of(translator))
     items = []
     for source, several, found in zip(sources, references, made.outputs, strict=True):
         output, score, ids = found[0] if found else ("", -math.inf, ())
@@ -73,25 +90,25 @@ def evaluate_pairs(translator: Translator, pairs: Pairs, strict: bool = False) -
 
 
 def scores_of(translator: Translator, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, Score]:
-    """The metrics that suit the target side."""
-    names = metrics.for_target(translator.tokenizers.target.kind)
-    return {name: metrics.score(name, outputs, references) for name in names}
+    """The metrics of `metrics_of`."""
+    return {name: metrics.score(name, outputs, references) for name in metrics_of(translator)}
 
 
 def judge(translator: Translator, pairs: Pairs) -> Callable[[Any], dict[str, float | None]]:
     """Parameters -> the metrics on `pairs`, for evaluations during training; None each where the model diverged.
 
     translator: how to search; its models are left out. Nothing is compiled after the first call. Raises
-    ConfigError, before any, for a model that cannot be cached.
+    ConfigError, before any, for a model that cannot be cached, and as `metrics_of` does.
     """
     check_cacheable(translator.config)
+    names = metrics_of(translator)
     sources, references = _sides(translator, pairs)
 
     def score(params: Any) -> dict[str, float | None]:
         try:
             made = translate(dataclasses.replace(translator, models=(params,)), sources)
         except NotFiniteError:  # nothing finite to choose from
-            return dict.fromkeys(metrics.for_target(translator.tokenizers.target.kind))
+            return dict.fromkeys(names)
         return {name: found.value for name, found in scores_of(translator, made.best(), references).items()}
 
     return score
@@ -106,12 +123,12 @@ def worst(items: Sequence[Item], most: int) -> list[Item]:
     return sorted(wrong, key=lambda item: (-item.edits, item.length))[:most]
 
 
-def confusions(items: Sequence[Item], kind: str, most: int) -> list[tuple[str, str, int]]:
+def confusions(items: Sequence[Item], unit: str, most: int) -> list[tuple[str, str, int]]:
     """(wanted, written, how often) over all items' shortest edits, the most common first; "" for nothing."""
     counts: collections.Counter[tuple[str, str]] = collections.Counter()
     for item in items:
         if not item.correct:
-            counts.update(metrics.confusions(item.output, item.closest, parts(kind)))
+            counts.update(metrics.confusions(item.output, item.closest, parts(unit)))
     ordered = sorted(counts.items(), key=lambda found: (-found[1], found[0]))
     return [(wanted, written, count) for (wanted, written), count in ordered[:most]]
 
@@ -132,19 +149,36 @@ def by_length(items: Sequence[Item], name: str) -> list[tuple[str, int, float]]:
     return rows
 
 
-def chosen(items: Sequence[Item], show: str, most: int = 3, longest: int = 24) -> list[Item]:
-    """Items whose attention is drawn: those of the sources in `show`, parted by |, or some wrong and right ones.
+def named(show: str, sources: Collection[str]) -> list[str]:
+    """The sources that --show names, parted by |, each once.
 
-    Raises ConfigError for a source that is not there. Unless they are asked for, those of up to
-    `longest` tokens a side are preferred.
+    From left to right the longest piece that is a source is taken, as it stands: one that holds a | or begins or
+    ends with a space can be named too. Where none is, the text up to the next | without the spaces at its ends.
+    Raises ConfigError, with the nearest source, for what is in none of them.
     """
-    if show:
-        there = {item.source: item for item in reversed(items)}
-        wanted = [part.strip() for part in show.split("|")]
-        for part in wanted:
-            if part not in there:
-                raise ConfigError(f"--show={part!r}: no such source among those that were evaluated")
-        return [there[part] for part in wanted]
+    there, found = set(sources), []
+    parts = show.split("|") if show else []
+    while parts:
+        sizes = (n for n in range(len(parts), 0, -1) if "|".join(parts[:n]) in there)
+        taken = next(sizes, 1)
+        whole = "|".join(parts[:taken])
+        source = whole if whole in there else whole.strip()
+        if source not in there:
+            nearest, _ = metrics.closest(source, list(dict.fromkeys(sources)), list)
+            raise ConfigError(f"--show={source!r}: no such source is to be evaluated; the nearest one: {nearest!r}")
+        found.append(source)
+        parts = parts[taken:]
+    return list(dict.fromkeys(found))
+
+
+def of_sources(items: Sequence[Item], sources: Sequence[str]) -> list[Item]:
+    """The first item of each of these sources that is there."""
+    there = {item.source: item for item in reversed(items)}
+    return [there[source] for source in sources if source in there]
+
+
+def telling(items: Sequence[Item], most: int = 3, longest: int = 24) -> list[Item]:
+    """Some wrong and right items whose attention is drawn; those of up to `longest` tokens a side are preferred."""
     written = [item for item in items if item.ids]
     fit = [item for item in written if max(item.length, len(item.ids)) <= longest]
     written = fit or sorted(written, key=lambda item: item.length)[:most]

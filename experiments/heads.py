@@ -59,6 +59,13 @@ def heads_of(translator: Translator, items: Sequence[Item]) -> list[list[Heads]]
     return out
 
 
+def most_tokens(config: Config, item: Item) -> int:
+    """The most tokens on a side of an item's pictures."""
+    if config.architecture == "encoder_decoder":
+        return max(item.length + 1, len(item.ids))
+    return item.length + len(item.ids)
+
+
 def _batch(config: Config, tokens: list[list[int]], sources: list[list[int]] | None) -> Batch:
     """One batch for all items: they share a program."""
     most = config.P if config.positions == "learned" else None

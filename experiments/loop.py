@@ -48,10 +48,9 @@ class Judge:
     patience: int = 0
 
     def shown(self, last: Value, best: Value) -> dict[str, Any]:
-        """For the bar: the metric at the last evaluation and at the best one; the loss stands there anyway."""
-        name = self.metric.removeprefix("-")
-        values = {name: last, "best": best} if self.metric != restoring.METRIC else {}
-        return {name: abs(value[0]) for name, value in values.items() if value < UNMEASURED}
+        """For the bar, beside the loss of the last step: the metric at the last evaluation and at the best one."""
+        name = "dev loss" if self.metric == restoring.METRIC else self.metric.removeprefix("-")
+        return {name: abs(value[0]) for name, value in ((name, last), ("best", best)) if value < UNMEASURED}
 
 
 PLAIN = Judge()

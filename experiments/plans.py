@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from experiments.evaluating import judge
+from experiments.evaluating import judge, metrics_of
 from experiments.feeds import Feed, FromHost
 from experiments.flags import Settings
 from experiments.loop import Judge
@@ -24,7 +24,7 @@ Score = Callable[[Any], dict[str, float | None]]
 
 
 def score_of(config: Config, hyper: Hyper, task: Task, split: str, most: int | None = None) -> Score:
-    """parameters -> all metrics that suit the target side, of greedy outputs for at most `most` pairs of a split."""
+    """parameters -> all metrics of the run, of greedy outputs for at most `most` pairs of a split."""
     assert task.text is not None
     pairs = task.text.pairs[split]
     return judge(Translator((), config, hyper, task.text.tokenizers), spread(pairs, most or len(pairs)))
@@ -37,15 +37,13 @@ def spread(pairs: Sequence[T], most: int) -> list[T]:
 
 
 def _judge_of(config: Config, hyper: Hyper, task: Task, patience: int) -> tuple[Judge, list[str]]:
-    """Judges by the first metric that suits the target side, on JUDGED dev pairs at most; and a line that says so.
+    """Judges by the first of the run's metrics, on JUDGED dev pairs at most; and a line that says so.
 
-    Raises DataError where a package is missing that a metric needs: now, not after hours.
+    Raises ConfigError for an unknown one, DataError where a package is missing that one needs.
     """
     assert task.text is not None
-    names = metrics.for_target(task.text.tokenizers.target.kind)
-    for name in names:
-        metrics.score(name, ["a"], [["a"]])
-    name, count = names[0], len(task.text.pairs["selection"])
+    name = metrics_of(Translator((), config, hyper, task.text.tokenizers))[0]
+    count = len(task.text.pairs["selection"])
     metric = name if metrics.METRICS[name].lower else f"-{name}"
     note = f"judged by {metrics.METRICS[name].label} on {min(count, JUDGED):,} of {count:,} dev pairs"
     return Judge(metric, score_of(config, hyper, task, "selection", JUDGED), patience), [note]

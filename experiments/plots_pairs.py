@@ -11,6 +11,8 @@ from experiments.report import fixed
 
 CELL = 0.145  # inches of a weight: its token's name is then 7 points high, and legible
 LONGEST = 12  # characters of a token's name that are drawn
+MOST_PIXELS = 1 << 26  # of a picture: a quarter of a GiB while it is drawn
+LONGEST_SIDE = 60_000  # pixels: matplotlib's end is at 65,536, names and margins included
 # Beside matplotlib's own DejaVu Sans, which has Latin, IPA, Greek, Cyrillic, Arabic, Georgian and more.
 FAMILIES = (
     "DejaVu Sans", "Noto Sans CJK JP", "Noto Sans CJK SC", "Noto Sans", "Hiragino Sans", "PingFang SC", "Yu Gothic",
@@ -41,6 +43,12 @@ def drawable(text: str) -> str:
             return shown + "…"
         shown += part
     return shown
+
+
+def can_draw(layers: int, heads: int, tokens: int) -> bool:
+    """Whether the picture of so many layers and heads, for so many tokens a side, is of a size that can be drawn."""
+    height, width = (count * (tokens + 1) * CELL * plots.DPI for count in (layers, heads))
+    return height * width <= MOST_PIXELS and max(height, width) <= LONGEST_SIDE
 
 
 def attention(path: Path, weights_LNTS: np.ndarray, rows: Sequence[str], columns: Sequence[str]) -> float:

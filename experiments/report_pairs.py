@@ -83,14 +83,14 @@ def write(
     folder: Path,
     results: Mapping[str, Any],
     evaluated: Mapping[str, Evaluated],
-    kind: str,
+    unit: str,
     pieces: Mapping[str, Sequence[tuple[Item, list[Heads]]]],
 ) -> Path:
-    """report.html. kind: of the target's tokenizer. pieces: for a split, the pairs whose attention is drawn."""
+    """report.html. unit: what edits are counted in. pieces: for a split, the pairs whose attention is drawn."""
     header, rows = table(results)
     with tempfile.TemporaryDirectory() as place:
         picture = Path(place) / "picture.png"
-        splits = [_split(name, found, kind, pieces.get(name, ()), picture) for name, found in evaluated.items()]
+        splits = [_split(name, found, unit, pieces.get(name, ()), picture) for name, found in evaluated.items()]
     shown = {
         "results": results,
         "verdict": verdict(results),
@@ -116,15 +116,14 @@ def verdict(results: Mapping[str, Any]) -> list[str]:
 
 
 def _split(
-    name: str, found: Evaluated, kind: str, pieces: Sequence[tuple[Item, list[Heads]]], picture: Path
+    name: str, found: Evaluated, unit: str, pieces: Sequence[tuple[Item, list[Heads]]], picture: Path
 ) -> dict[str, Any]:
     """What the template shows of one split."""
     first = next(iter(found.scores))
     lengths = evaluating.by_length(found.items, first)
     labels, counts, values = zip(*lengths, strict=True)
     plots_pairs.by_length(picture, labels, values, counts, METRICS[first].label)
-    unit = "characters" if kind == "chars" else "symbols" if kind == "symbols" else "words"
-    confused = evaluating.confusions(found.items, kind, CONFUSED) if unit != "words" else []
+    confused = evaluating.confusions(found.items, unit, CONFUSED) if unit != "words" else []
     wrong = sum(not item.correct for item in found.items)
     return {
         "name": name,

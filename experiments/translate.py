@@ -22,13 +22,16 @@ from collections.abc import Iterator, Sequence
 from experiments import ensembles
 from experiments.flags import Settings
 from experiments.lines import one_line, windows
-from experiments.translating import Output, translate
+from experiments.translating import Output, longest_source, translate
+from transformer_jax.errors import ConfigError
 
 FLAGS = ensembles.FLAGS
 
 
 def run(settings: Settings) -> int:
     """Translate all of stdin."""
+    if "metrics" in settings.overrides:
+        raise ConfigError("--metrics has no effect in --experiment=translate: leave it out")
     loaded = ensembles.load(settings)
     for note in loaded.notes:
         print(note, file=sys.stderr)
@@ -45,7 +48,7 @@ def run(settings: Settings) -> int:
         sys.stdout.buffer.flush()
         too_long += [count + i + 1 for i in made.too_long]
         count, blank, unknown = count + len(lines), blank + made.blank, unknown + made.unknown
-    print(_summary(count, blank, too_long, unknown, loaded.translator.config.seq_len), file=sys.stderr)
+    print(_summary(count, blank, too_long, unknown, longest_source(loaded.translator.config)[1]), file=sys.stderr)
     return 0
 
 
@@ -59,12 +62,12 @@ def _lines(found: Sequence[Output], n_best: int) -> Iterator[str]:
         yield f"{rank + 1}\t{found[rank].score:.6f}\t{one_line(found[rank].text)}" if there else f"{rank + 1}\t\t"
 
 
-def _summary(count: int, blank: int, too_long: Sequence[int], unknown: int, seq_len: int) -> str:
+def _summary(count: int, blank: int, too_long: Sequence[int], unknown: int, limit: str) -> str:
     parts = [f"{count:,} line{'' if count == 1 else 's'}"]
     if blank:
         parts.append(f"{blank:,} blank")
     if too_long:
-        parts.append(f"{len(too_long):,} longer than seq_len={seq_len}, left blank (the first: line {too_long[0]})")
+        parts.append(f"{len(too_long):,} longer than {limit}, left blank (the first: line {too_long[0]})")
     if unknown:
         parts.append(f"{unknown:,} symbols outside the vocabulary")
     return ", ".join(parts)

@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from experiments import processes
+from transformer_jax.config import Config, Hyper, to_dict
 from transformer_jax.errors import UserError
 
 TOKENIZERS = "tokenizers.json"  # of a run on texts, beside config.json
+DEFAULTS = {"config": to_dict(Config()), "hyper": to_dict(Hyper())}
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
@@ -86,6 +88,17 @@ def differences(held: Mapping[str, Any], wanted: Mapping[str, Any], prefix: str 
     return lines
 
 
+def _filled(held: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """`held` with the fields of a Config or Hyper that its version lacked: they had what are the defaults now."""
+    out = dict(held)
+    for name, value in wanted.items():
+        if isinstance(value, dict) and isinstance(out.get(name), dict):
+            defaults = DEFAULTS.get(name, {})
+            out[name] = {field: defaults[field] for field in value if field in defaults} | out[name]
+            out[name] = _filled(out[name], value)
+    return out
+
+
 def open_workdir(
     path: str,
     identity: Mapping[str, Any],
@@ -130,7 +143,7 @@ def _open(
         )
     wanted = json.loads(json.dumps(identity))
     if held is not None:
-        lines = differences(held.get("identity", {}), wanted) + _shrunk(held.get("free", {}), grows)
+        lines = differences(_filled(held.get("identity", {}), wanted), wanted) + _shrunk(held.get("free", {}), grows)
         if lines:
             shown = "; ".join(lines[:4]) + (f"; and {len(lines) - 4} more" if len(lines) > 4 else "")
             raise WorkdirError(f"--workdir={path} holds another configuration: {shown} (--overwrite moves it aside)")

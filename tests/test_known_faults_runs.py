@@ -1,6 +1,7 @@
 """Faults that others met in randomness, accumulation, checkpoints and resume, by their numbers."""
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments import loop
+from experiments.interrupt import Stopper
 from experiments.program import run_key
 from tests.quick import jit
 from tests.test_sharding import T, make, rows, small
@@ -108,6 +111,65 @@ def test_h10_the_batch_is_the_batch_on_any_devices_in_any_parts() -> None:
     want = losses(None, 1)
     for mesh, parts in ((None, 4), ("data:2", 1), ("data:8", 4)):
         np.testing.assert_allclose(losses(mesh, parts), want, atol=1e-5)
+
+
+# Row 6 of the embedding overflows when it is scaled: finite parameters, and no finite gradient where it is read.
+PARTS = Config(
+    vocab_size=11, d_model=8, num_heads=2, num_layers=1, tie_embeddings=False, seq_len=5, batch_size=4, accumulation=2,
+    optimizer="sgd",
+)  # fmt: skip
+BAD = 6
+
+
+def overflowing(state: TrainState) -> TrainState:
+    embedding = state.params.embedding
+    embedding = dataclasses.replace(embedding, embed_VD=embedding.embed_VD.at[BAD].set(3e38))
+    return dataclasses.replace(state, params=dataclasses.replace(state.params, embedding=embedding))
+
+
+@pytest.mark.parametrize("bad", [0, 1], ids=["the first part", "the last part"])
+def test_f4_a_nan_in_one_part_is_applied_as_in_one_big_batch(bad: int) -> None:
+    """No part is left out, whichever it is: what it makes NaN is NaN, the other's effect on the rest is whole."""
+    draw = np.random.default_rng(0)
+    sides = [draw.integers(1, BAD, (2, 5)), draw.integers(BAD + 1, 11, (2, 5))]
+    sides[1][0, 2] = BAD
+    tokens = np.concatenate(sides if bad else sides[::-1]).astype(np.int32)
+    batch: Any = Batch(*map(jnp.asarray, (tokens, tokens[:, ::-1].copy(), np.ones((4, 5), np.float32))))
+    state = overflowing(jit(init_state, static_argnums=0)(PARTS, Hyper(), jax.random.key(0)))
+    step = jit(train_step, static_argnums=0)
+    new, metrics = step(PARTS, state, Hyper(learning_rate=1.0), batch)
+    whole, _ = step(PARTS.replace(accumulation=1), state, Hyper(learning_rate=1.0), batch)
+    finite = jax.tree.map(lambda x: np.isfinite(np.asarray(x)), new.params)
+    jax.tree.map(np.testing.assert_array_equal, finite, jax.tree.map(np.isfinite, whole.params))
+    # Rows that the good part alone reads move by its own gradient, over the tokens of both.
+    good = jax.tree.map(lambda x: x[2 - 2 * bad : 4 - 2 * bad], batch)
+    alone, sums = jit(gradients, static_argnums=1)(state.params, PARTS.replace(accumulation=1), Hyper(), good)
+    read = np.unique(sides[0])
+    moved = np.asarray(state.params.embedding.embed_VD - new.params.embedding.embed_VD)[read]
+    np.testing.assert_allclose(moved, np.asarray(alone.embedding.embed_VD)[read] / 2, atol=1e-6)
+    assert float(sums.count) == 10 and float(metrics["tokens"]) == 20 and np.abs(moved).max() > 1e-3
+    assert not finite.embedding.embed_VD[np.unique(sides[1])].any()
+    assert not any(leaf.any() for leaf in jax.tree.leaves(finite.decoder))
+    # The update says so, and so does every later one, of good batches alone.
+    assert np.isnan(metrics["loss"]) and np.isnan(metrics["grad_norm"])
+    clean = jax.tree.map(lambda x: jnp.concatenate([x, x]), good)
+    later, metrics = step(PARTS, new, Hyper(learning_rate=1.0), clean)
+    assert np.isnan(metrics["loss"]) and int(later.step) == 2
+
+
+def test_f4_a_run_says_at_which_step_it_diverged(tmp_path: Path, capfd: Any) -> None:
+    config = resolve(PARTS.replace(task="copy", vocab_size=0, steps=8))
+    task = make_task(config)
+    reads = [np.any(task.train_batch(task.data, batch_key(run_key(0), n)).tokens_BT == BAD) for n in range(8)]
+    with Stopper(0) as stop:
+        loop.train(
+            config, Hyper(), 0, task, tmp_path, stop=stop, eval_every=8, warm=lambda state: (overflowing(state), [])
+        )
+    made = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in made] == [0, 1, 2, 3, 4, 5, 6, 7, 8]
+    first = reads.index(True)
+    assert [row["loss"] is None for row in made] == [n >= first for n in range(9)] and 0 < first < 7
+    assert "step 8  loss diverged" in capfd.readouterr().err
 
 
 # --- checkpoints ---------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import launch
-from experiments import loop, restoring
+from experiments import loop, progress, restoring
 from experiments.interrupt import Stopper
 from transformer_jax import checkpoint
 from transformer_jax.config import Config, Hyper
@@ -130,6 +130,7 @@ def test_the_budget_stops_cleanly(tmp_path: Path, capfd: object) -> None:
     assert (tmp_path / "w" / "results.json").exists()
 
 
+COPY = Config(task="copy", d_model=8, num_heads=2, num_layers=1, seq_len=9, batch_size=4, steps=80)
 SCORES = [(10, 90.0), (20, 70.0), (30, 70.0), (40, 80.0), (50, 75.0), (60, None), (70, 60.0), (80, 65.0)]
 
 
@@ -151,8 +152,7 @@ def test_a_judge_says_which_is_best_and_when_to_end(
     metric: str, patience: int, last: int, best: int, tmp_path: Path
 ) -> None:
     """At 20 and 30 the metric is the same and the loss lower: better. What is not finite is no better than anything."""
-    hyper = Hyper(learning_rate=1e-2)
-    config = resolve(Config(task="copy", d_model=8, num_heads=2, num_layers=1, seq_len=9, batch_size=4, steps=80))
+    hyper, config = Hyper(learning_rate=1e-2), resolve(COPY)
     judge, calls = judged_by(metric, patience)
     with Stopper(0) as stop:
         state, finished = loop.train(
@@ -166,3 +166,30 @@ def test_a_judge_says_which_is_best_and_when_to_end(
     assert checkpoint.steps(tmp_path / "checkpoints") == sorted(
         {10, 20, 30, best, last}
     )  # each best so far, and the end
+
+
+@pytest.mark.parametrize("metric", ["loss", "rate", "-gain"])
+def test_the_bar_shows_the_last_and_the_best_evaluation(
+    metric: str, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is shown between two evaluations; a diverged one shows the best alone."""
+    monkeypatch.setattr(progress, "QUIET_SECONDS", -1.0)  # where there is no terminal, each update is a line
+    hyper, config = Hyper(learning_rate=1e-2), resolve(COPY)
+    judge = loop.PLAIN if metric == "loss" else judged_by(metric)[0]
+    with Stopper(0) as stop:
+        loop.train(config, hyper, 0, make_task(config), tmp_path, stop=stop, eval_every=10, judge=judge)
+    dev = [row for row in rows(tmp_path) if "split" in row]
+    name = metric.removeprefix("-")
+    values = [row[name] for row in dev]
+    shown: dict[int, set[str]] = {}
+    for line in capfd.readouterr().err.splitlines():
+        if line.startswith("step "):
+            shown[int(line.split()[1])] = set()
+        elif line.startswith("copy  ") and shown:
+            shown[max(shown)].add(line.split("  loss ")[1].split("  ", 1)[1].split(" tokens/s")[0].rsplit("  ", 1)[0])
+    assert list(shown) == [row["step"] for row in dev] and not shown[80]
+    for i, step in enumerate(list(shown)[:-1]):
+        finite = [value for value in values[: i + 1] if value is not None]
+        best = max(finite) if metric.startswith("-") else min(finite)
+        last = "" if values[i] is None else f"{'dev loss' if metric == 'loss' else name} {values[i]:.4g}  "
+        assert shown[step] == {f"{last}best {best:.4g}"}, step

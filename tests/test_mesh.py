@@ -14,10 +14,15 @@ import pytest
 import launch
 from experiments import feeds, loop
 from experiments import mesh as question
+from experiments.evaluating import judge
+from experiments.program import run_key
+from experiments.translating import Translator
+from tests.pairs_run import BASE, words, write_pairs
 from tests.quick import jit
 from transformer_jax import sharding
 from transformer_jax.config import Config, Hyper
 from transformer_jax.data import make_task, resolve
+from transformer_jax.train import eval_step, init_state
 
 TINY = [
     "--task=copy", "--d_model=8", "--num_heads=2", "--num_layers=1", "--seq_len=8", "--batch_size=4",
@@ -125,6 +130,37 @@ def test_j2_the_last_batch_may_be_short(tmp_path: Path) -> None:
     assert float(sums.nats) == pytest.approx(float(want.nats), rel=1e-5)
 
 
+def test_q1_q2_pairs_are_measured_alike_on_any_devices(tmp_path: Path) -> None:
+    """10 pairs of unlike lengths in batches of 4: tokens are summed over batches and devices and divided once."""
+    made = words(40, 0)
+    files = {"pairs": write_pairs(tmp_path / "a.tsv", made[:30]), "dev": write_pairs(tmp_path / "b.tsv", made[30:])}
+    config = resolve(BASE.replace(**{name: str(path) for name, path in files.items()}, batch_size=4))
+    task = make_task(config)
+    assert task.text is not None and task.eval_batches["selection"] == 3
+    pairs, names = task.text.pairs["selection"], task.text.tokenizers
+    state = jit(lambda: init_state(config, Hyper(), run_key(0)))()
+    tokens = sum(len(names.target.encode(several[0])) + 1 for _, several in pairs)
+    one = config.replace(batch_size=1)
+    alone, grade = make_task(one), jit(lambda batch: eval_step(one, state.params, Hyper(), batch))
+    by_row = [grade(alone.eval_batch(alone.data, "selection", row)) for row in range(10)]
+    nats, right = sum(float(s.nats) for s in by_row), sum(float(s.correct) for s in by_row)
+    means = [
+        float(sum(s.nats for s in part) / sum(s.count for s in part)) for part in (by_row[:4], by_row[4:8], by_row[8:])
+    ]
+    assert abs(np.mean(means) - nats / tokens) > 1e-3, "a mean of batch means would do"
+    translator = Translator((), config, Hyper(), names, rows=16)
+    want = judge(translator, pairs)(state.params)
+    for axes in ({}, {"data": 2}, {"data": 4}, {"fsdp": 2, "model": 2}):
+        mesh = sharding.make_mesh(axes) if axes else None
+        params = state.params if mesh is None else jax.device_put(state.params, sharding.shardings(state.params, mesh))
+        placed = loop.place_task(task, mesh)
+        sums = loop.measure(config, placed, "selection", mesh)(params, loop.device_hyper(Hyper(), mesh), placed.data)
+        assert float(sums.count) == tokens and float(sums.correct) == right
+        assert float(sums.nats) == pytest.approx(nats, rel=1e-6)
+        assert loop.describe(sums, task)["loss"] == pytest.approx(nats / tokens, rel=1e-6)
+    assert judge(translator, pairs)(params) == pytest.approx(want)  # what is written with the last one's parameters
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -158,8 +194,8 @@ def test_the_mesh_is_described_before_it_runs(tmp_path: Path, capsys: pytest.Cap
     assert any("embed_VD: V=13 is no multiple of model:4" in line for line in found["dropped"])
     assert found["bytes"]["optimizer"] == 2 * found["bytes"]["parameters"] + 2 * 4  # moments; two counts
     assert found["totals"]["all-gather"][0] > 0 and found["totals"]["all-reduce"][1] > 0
-    for words in ("fsdp 2, model 4", "wq_DNH", "D fsdp", "N=2 is no multiple of model:4", "collectives of a step"):
-        assert words in out
+    for said in ("fsdp 2, model 4", "wq_DNH", "D fsdp", "N=2 is no multiple of model:4", "collectives of a step"):
+        assert said in out
     assert max(map(len, out.splitlines())) <= 80
 
 

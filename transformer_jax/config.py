@@ -152,6 +152,10 @@ class Config:
         "bytes, chars, symbols, bpe or a tokenizer.json, of the source side; empty: by the data", tasks=_ALL
     )
     target_tokenizer: str = _text("the same for the target side; empty: by the data, or the source's", tasks=_BOTH)
+    metrics: str = _text(
+        "what outputs are judged by, a comma list, the best checkpoint by the first; empty: by the target side",
+        tasks=_BOTH,
+    )
     bpe_size: int = _number(4000, "tokens of a bpe vocabulary at most", low=260, tasks=_ALL)
     length_buckets: int = _number(4, "static shapes that pairs of all lengths are padded to", low=1, tasks=_BOTH)
     packing: bool = _switch(False, "documents, parted by empty lines, share rows; none sees another", tasks=_TEXT)

@@ -117,7 +117,8 @@ def gradients(
     """Gradient of the mean objective over the whole batch, and the sums.
 
     With config.accumulation = A the rows are taken in A parts whose *sums* are added and
-    divided once: the same number as one big batch, however tokens fall into parts.
+    divided once: the same number as one big batch, however tokens fall into parts. A part
+    whose gradient is not finite is in the sum too: as in the big batch, none is left out.
     """
 
     def of(part: Batch, part_key: jax.Array | None) -> tuple[Transformer, Sums]:

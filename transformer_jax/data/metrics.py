@@ -15,7 +15,7 @@ Two numbers share the name "word error rate" in the literature:
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from transformer_jax.errors import DataError, unknown
+from transformer_jax.errors import ConfigError, DataError, unknown
 
 References = Sequence[Sequence[str]]
 Split = Callable[[str], list[str]]
@@ -29,12 +29,16 @@ class Score(NamedTuple):
 
 
 class Metric(NamedTuple):
-    """of: (outputs, references) -> Score. lower: lower is better. label: for tables. kinds: target tokenizers."""
+    """of: (outputs, references) -> Score. lower: lower is better. label: for tables. kinds: target tokenizers.
+
+    unit: what its edits are counted in; "" where it counts none.
+    """
 
     of: Callable[[Sequence[str], References], Score]
     lower: bool
     label: str
     kinds: tuple[str, ...]
+    unit: str = ""
 
 
 # --- whole outputs --------------------------------------------------------------
@@ -168,12 +172,14 @@ def _sacrebleu() -> Any:
 WORDS, TEXTS = ("symbols", "chars"), ("bpe", "bytes", "file")
 METRICS: dict[str, Metric] = {
     "word_error_rate": Metric(word_error_rate, True, "word error rate (whole outputs)", WORDS),
-    "phone_error_rate": Metric(phone_error_rate, True, "phone error rate (symbol edits)", ("symbols",)),
-    "character_error_rate": Metric(character_error_rate, True, "character error rate (edits)", ("chars",)),
+    "phone_error_rate": Metric(phone_error_rate, True, "phone error rate (symbol edits)", ("symbols",), "symbols"),
+    "character_error_rate": Metric(
+        character_error_rate, True, "character error rate (edits)", ("chars",), "characters"
+    ),
     "bleu": Metric(bleu, False, "BLEU (13a)", TEXTS),
     "tokenised_bleu": Metric(tokenised_bleu, False, "BLEU (words as they stand)", TEXTS),
     "chrf": Metric(chrf, False, "chrF2", TEXTS),
-    "word_edit_rate": Metric(word_edit_rate, True, "word edit rate (word edits)", TEXTS),
+    "word_edit_rate": Metric(word_edit_rate, True, "word edit rate (word edits)", TEXTS, "words"),
     "exact_match": Metric(exact_match, False, "exact match", (*WORDS, *TEXTS)),
 }
 
@@ -181,6 +187,27 @@ METRICS: dict[str, Metric] = {
 def for_target(kind: str) -> tuple[str, ...]:
     """The names of METRICS that suit a target side of this kind of tokenizer; the first is the one to choose by."""
     return tuple(name for name, metric in METRICS.items() if kind in metric.kinds)
+
+
+def chosen(names: str, kind: str) -> tuple[str, ...]:
+    """The metrics that a comma list names, or where it is empty those of `for_target`; the first is to choose by.
+
+    Raises ConfigError for an unknown name, with the nearest, and for one that is named twice.
+    """
+    if not names:
+        return for_target(kind)
+    found = tuple(name.strip() for name in names.split(","))
+    for name in found:
+        if name not in METRICS:
+            raise unknown("metric", name, METRICS)
+    if len(set(found)) < len(found):
+        raise ConfigError(f"metrics={names!r} names one twice")
+    return found
+
+
+def unit_of(names: Sequence[str], kind: str) -> str:
+    """What edits are counted in: the unit of the first of these metrics that has one, or of the target side's own."""
+    return next(METRICS[name].unit for name in (*names, *for_target(kind)) if METRICS[name].unit)
 
 
 def score(name: str, outputs: Sequence[str], references: References) -> Score:

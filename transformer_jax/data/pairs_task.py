@@ -26,7 +26,6 @@ from transformer_jax.data.cmudict import cmudict_pairs
 from transformer_jax.data.pairs import Pairs, files_of, outer_file, read_pairs
 from transformer_jax.data.rows import Ragged, Rows, lay_out
 from transformer_jax.data.tasks import END, SPLITS, Index, Task, check_batch
-from transformer_jax.data.tokenizers import UNKNOWN
 from transformer_jax.data.vocabularies import Tokenizers, fit
 from transformer_jax.errors import DataError
 from transformer_jax.keys import named
@@ -193,9 +192,8 @@ def encode_pairs(
     DataError where nothing fits, or, where `strict`, if anything does not.
     """
     both = config.architecture == "encoder_decoder"
-    sources, targets = tokenizers.source.encode_all(pairs.sources), tokenizers.target.encode_all(pairs.targets)
-    if both:
-        sources = [[*ids, END] for ids in sources]
+    texts, targets = tokenizers.source.encode_all(pairs.sources), tokenizers.target.encode_all(pairs.targets)
+    sources = [[*ids, END] for ids in texts] if both else texts
     S, T = (np.array([len(ids) for ids in side]) for side in (sources, targets))
     fits = (config.seq_len >= S) & (config.seq_len >= T + 1) if both else S + T + 1 <= config.seq_len
     notes = []
@@ -211,17 +209,17 @@ def encode_pairs(
         Ragged.of([sources[i] for i in kept], tokenizers.source.size),
         Ragged.of([targets[i] for i in kept], tokenizers.target.size),
     )
-    for side, ragged in (("source", rows.source), ("target", rows.target)):
-        kind = getattr(tokenizers, side).kind
-        if kind != "bytes" and (unknown := int((ragged.values == UNKNOWN).sum())):
-            notes.append(f"{pairs.name}: {unknown:,} symbols of the {side} are not in its {kind} vocabulary")
-    texts: list[tuple[str, list[str]]] = []
+    for side, given, ids in (("source", pairs.sources, texts), ("target", pairs.targets, targets)):
+        tokenizer = getattr(tokenizers, side)
+        if unknown := sum(tokenizer.unknown([given[i] for i in kept], [ids[i] for i in kept])):
+            notes.append(f"{pairs.name}: {unknown:,} symbols of the {side} are not in its {tokenizer.kind} vocabulary")
+    asked: list[tuple[str, list[str]]] = []
     for source, target in zip(pairs.sources, pairs.targets, strict=True):
-        if many and texts and texts[-1][0] == source:
-            texts[-1][1].append(target)
+        if many and asked and asked[-1][0] == source:
+            asked[-1][1].append(target)
         else:
-            texts.append((source, [target]))
-    return texts, rows, notes
+            asked.append((source, [target]))
+    return asked, rows, notes
 
 
 def make_pairs_task(config: Config, tokenizers: Tokenizers | None = None, strict: bool = False) -> Task:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -114,6 +115,22 @@ USUAL = {
 }
 
 
+def _loaded(text: str) -> Any:
+    model = _package().Tokenizer.from_str(text)
+    model.no_truncation()
+    model.no_padding()
+    model.encode_special_tokens = True  # a mark that a text spells out is text
+    return model
+
+
+def _encoded(model: Any, texts: Sequence[str]) -> list[Any]:
+    """The package's encodings. DataError for a text with a symbol that the vocabulary lacks and has no mark for."""
+    try:
+        return model.encode_batch([whole(text) for text in texts], add_special_tokens=False)
+    except Exception as error:  # the package raises a bare Exception
+        raise DataError(f"the tokenizer.json cannot encode every text: {error}") from error
+
+
 @dataclasses.dataclass(frozen=True)
 class File(Tokenizer):
     """A tokenizer.json; json: its contents, so that the file may go."""
@@ -136,11 +153,7 @@ class File(Tokenizer):
 
     @functools.cached_property
     def _model(self) -> Any:
-        model = _package().Tokenizer.from_str(self.json)
-        model.no_truncation()
-        model.no_padding()
-        model.encode_special_tokens = True  # a mark that a text spells out is text
-        return model
+        return _loaded(self.json)
 
     @functools.cached_property
     def _theirs(self) -> tuple[int | None, ...]:
@@ -161,8 +174,35 @@ class File(Tokenizer):
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        made = self._model.encode_batch([whole(text) for text in texts], add_special_tokens=False)
-        return [[self._ours[i] for i in row.ids] for row in made]
+        return [[self._ours[i] for i in row.ids] for row in _encoded(self._model, texts)]
+
+    @functools.cached_property
+    def _lacking(self) -> tuple[Any, int | None]:
+        """(None, our id of what the model writes for what it lacks; None: nothing), or where it writes nothing and
+        drops it without a trace, as BPE may: (the same tokenizer with an id for it, that id)."""
+        made = json.loads(self._model.to_str())
+        model = made["model"]
+        if model["type"] == "Unigram":
+            return None, self._ours.get(model["unk_id"])
+        if model["type"] != "BPE" or model["unk_token"] is not None:
+            return None, self._ours.get(model["vocab"].get(model["unk_token"]))
+        name = "\U000f0000"
+        while name in model["vocab"]:
+            name += name
+        model["vocab"][name] = 1 + max(model["vocab"].values(), default=0)
+        model["unk_token"] = name
+        shows = _loaded(json.dumps(made))
+        return shows, shows.token_to_id(name)
+
+    def unknown(self, texts: Sequence[str], rows: Sequence[Sequence[int]]) -> list[int]:
+        shows, lacking = self._lacking
+        if shows is None:
+            return [list(row).count(lacking) if lacking is not None else 0 for row in rows]
+        # A letter may be several bytes, all at one place of the text.
+        return [
+            len({place for i, place in zip(row.ids, row.offsets, strict=True) if i == lacking})
+            for row in _encoded(shows, texts)
+        ]
 
     def decode(self, ids: Iterable[int]) -> str:
         theirs = [self._theirs[i] for i in before_end(ids) if i not in (PAD, START) and i < self.size]

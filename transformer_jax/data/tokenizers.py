@@ -10,7 +10,8 @@ In every kind 0 is PAD, 1 START, 2 END, and 3 UNKNOWN where there can be one.
                    space, and none at the ends
     PATH           a Hugging Face tokenizer.json. What its normaliser drops (case, accents, line
                    breaks) does not come back; its own marks of padding, beginning, end and the unknown
-                   take the ids above, by their usual names, and the other tokens keep their order
+                   take the ids above, by their usual names, and the other tokens keep their order. What
+                   it lacks is counted, whatever its own mark of it is called, and if it drops it too
 
 A vocabulary is fitted on the training side alone. What it lacks is UNKNOWN, never an error.
 Text that looks like a mark ("</s>") is text.
@@ -55,6 +56,10 @@ class Tokenizer(abc.ABC):
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each."""
         return [self.encode(text) for text in texts]
+
+    def unknown(self, texts: Sequence[str], rows: Sequence[Sequence[int]]) -> list[int]:
+        """How many symbols of each text the vocabulary lacks. rows: the texts' ids, as `encode_all` gives them."""
+        return [list(row).count(UNKNOWN) for row in rows]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids up to the first END; PAD and START show as nothing."""
@@ -119,6 +124,9 @@ class Bytes(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         return [FIRST_BYTE + byte for byte in text.encode("utf-8", "replace")]
+
+    def unknown(self, texts: Sequence[str], rows: Sequence[Sequence[int]]) -> list[int]:
+        return [0] * len(texts)
 
     def shower(self) -> Shower:
         return utf8_shower(lambda i: bytes([i - FIRST_BYTE]) if FIRST_BYTE <= i < self.size else b"")
