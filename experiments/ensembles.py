@@ -55,7 +55,7 @@ def load(settings: Settings) -> Loaded:
     check_beam(settings.beam, settings.n_best, penalty)
     changes = {name: value for name, value in settings.overrides.items() if name not in DATA}
     names, models, steps, notes = restores(settings.restore), [], [], []
-    first: tuple[Config, Hyper, Tokenizers] | None = None
+    read: list[tuple[Config, Hyper, Tokenizers]] = []
     for name in names:
         trained, trained_hyper = restoring.saved_configuration(name)
         if trained.task not in PAIR_TASKS:
@@ -64,12 +64,10 @@ def load(settings: Settings) -> Loaded:
         tokenizers = restoring.saved_tokenizers(name)
         if tokenizers is None:
             raise WorkdirError(f"--restore={name}: no {TOKENIZERS} there")
-        if first is None:
-            first = config, hyper, tokenizers
-            if settings.beam > config.V:
-                raise ConfigError(f"--beam={settings.beam} is wider than the vocabulary of {config.V}")
-        else:
-            _check_alike(names[0], name, first, (config, hyper, tokenizers))
+        if settings.beam > config.V:
+            raise ConfigError(f"--beam={settings.beam} is wider than the vocabulary of {config.V}")
+        read.append((config, hyper, tokenizers))
+        _check_alike(names[0], name, read[0], read[-1])
         restored = restoring.restore_weights(
             Path(name) / "checkpoints", loop.abstract_state(config, hyper), settings.restore_step, settings.average
         )
@@ -82,17 +80,19 @@ def load(settings: Settings) -> Loaded:
         notes += [*restored.notes, f"{name}, step {restored.step}"]
         models.append(restored.state)
         steps.append(restored.step)
-    assert first is not None
+    # Those that compute the same function of their parameters are searched with together, whatever they learnt by.
+    alike = [next(one for one in read if _computed(*one[:2]) == _computed(*other[:2])) for other in read]
+    others = tuple((config, hyper) for config, hyper, _ in alike[1:])
     rows = settings.overrides.get("batch_size", ROWS)
-    made = Translator(tuple(models), *first, settings.beam, settings.n_best, penalty, rows)
+    made = Translator(tuple(models), *read[0], settings.beam, settings.n_best, penalty, rows, others)
     return Loaded(made, names, steps, notes)
 
 
 def _check_alike(
     name: str, other: str, first: tuple[Config, Hyper, Tokenizers], second: tuple[Config, Hyper, Tokenizers]
 ) -> None:
-    """Raise ConfigError, naming the differences, unless both models compute the same function of their parameters."""
-    lines = differences(_computed(*first[:2]), _computed(*second[:2]))
+    """Raise ConfigError, naming the differences, unless both models read and write the same ids in the same order."""
+    lines = differences({"architecture": first[0].architecture}, {"architecture": second[0].architecture})
     sides = [side for side in ("source", "target") if getattr(first[2], side) != getattr(second[2], side)]
     lines += [f"the {side} tokenizers differ" for side in sides]
     if lines:

@@ -12,8 +12,9 @@ With --n_best=N each line gives N lines: rank, score and text with tabs between;
 score and the text are empty, as where the search found fewer. The score is the log-probability after
 --penalty and --length_penalty (transformer_jax/beam.py). Line breaks and tabs that a model of bytes
 writes become spaces.
-Several workdirs are an ensemble, whose probabilities are averaged; --average=N takes the mean of the
-parameters of the newest N checkpoints. --batch_size: lines that are translated at once.
+Several workdirs are an ensemble, whose probabilities are averaged; they may be of different sizes and kinds,
+if their tokenizers are equal. --average=N takes the mean of the parameters of the newest N checkpoints.
+--batch_size: lines that are translated at once.
 """
 
 import sys
@@ -48,7 +49,7 @@ def run(settings: Settings) -> int:
         sys.stdout.buffer.flush()
         too_long += [count + i + 1 for i in made.too_long]
         count, blank, unknown = count + len(lines), blank + made.blank, unknown + made.unknown
-    print(_summary(count, blank, too_long, unknown, longest_source(loaded.translator.config)[1]), file=sys.stderr)
+    print(_summary(count, blank, too_long, unknown, longest_source(loaded.translator)[1]), file=sys.stderr)
     return 0
 
 

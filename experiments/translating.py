@@ -29,6 +29,7 @@ BY_LENGTH = Penalty("power", 1.0)  # the mean of ln p
 class Translator:
     """Models that write together (one, or an ensemble whose probabilities are averaged), and how they search.
 
+    config, hyper: of the first model, and of all of them unless `others` says otherwise, for those after it.
     beam: hypotheses kept, 1 for greedy. n_best: outputs of each source. rows: of a batch.
     """
 
@@ -40,6 +41,13 @@ class Translator:
     n_best: int = 1
     penalty: Penalty = BY_LENGTH
     rows: int = ROWS
+    others: tuple[tuple[Config, Hyper], ...] = ()
+
+    @property
+    def settings(self) -> list[tuple[Config, Hyper]]:
+        """Config and Hyper of each model; of one that is not there yet, too."""
+        own = self.config, self.hyper
+        return [own, *(self.others or [own] * (len(self.models) - 1))]
 
 
 class Output(NamedTuple):
@@ -75,7 +83,7 @@ def translate(translator: Translator, sources: Sequence[str], strict: bool = Fal
     DataError, which counts the sources from `before` + 1 on.
     """
     config, blank, unknown = translator.config, 0, 0
-    longest, limit = longest_source(config)
+    longest, limit = longest_source(translator)
     ids: dict[int, list[int]] = {}
     too_long = []
     for i, text in enumerate(sources):
@@ -126,34 +134,42 @@ def _batches(config: Config, ids: dict[int, list[int]], most: int) -> Iterator[t
             yield numbers, [ids[i] for i in numbers] + [ids[numbers[0]]] * (size - len(numbers))
 
 
-def _room(config: Config, prompt: int) -> int:
-    """Tokens that can be written after so many: END, which is never read, may stand past seq_len."""
-    most = most_positions(config)
-    room = config.seq_len + 1 - prompt
-    return room if most is None else min(room, most - prompt)
+def _room(translator: Translator, prompt: int) -> int:
+    """Tokens that every model can write after so many: END, which is never read, may stand past seq_len."""
+
+    def of(config: Config) -> int:
+        most, room = most_positions(config), config.seq_len + 1 - prompt
+        return room if most is None else min(room, most - prompt)
+
+    return min(of(config) for config, _ in translator.settings)
 
 
-def longest_source(config: Config) -> tuple[int, str]:
-    """(the most ids that a source may have, what says so): a decoder's source leaves room for an id to write."""
-    most = most_positions(config)
-    if config.architecture == "encoder_decoder" or most is None or most > config.seq_len:
-        return config.seq_len, f"seq_len={config.seq_len}"
-    name = "max_positions" if config.positions == "learned" else "rope_original_positions"
-    return most - 1, f"{name}={most} less the one to write"
+def longest_source(translator: Translator) -> tuple[int, str]:
+    """(the most ids that a source of all models may have, what says so): a decoder's leaves room for an id to write."""
+
+    def of(config: Config) -> tuple[int, str]:
+        most = most_positions(config)
+        if config.architecture == "encoder_decoder" or most is None or most > config.seq_len:
+            return config.seq_len, f"seq_len={config.seq_len}"
+        name = "max_positions" if config.positions == "learned" else "rope_original_positions"
+        return most - 1, f"{name}={most} less the one to write"
+
+    return min(of(config) for config, _ in translator.settings)
 
 
 def _search(translator: Translator, rows: list[list[int]]) -> list[list[Output]]:
     """The n best of each row."""
-    config, both = translator.config, translator.config.architecture == "encoder_decoder"
+    both = translator.config.architecture == "encoder_decoder"
+    configs, hypers = zip(*translator.settings, strict=True)
     made = beam_search(
         list(translator.models),
-        config,
-        translator.hyper,
+        configs,
+        hypers,
         [[START]] * len(rows) if both else rows,
         sources=rows if both else None,
         beam=translator.beam,
         n_best=translator.n_best,
-        max_new_tokens=_room(config, 1 if both else len(rows[0])),
+        max_new_tokens=_room(translator, 1 if both else len(rows[0])),
         stop_ids=(END,),
         penalty=translator.penalty,
         banned_ids=(PAD, START),

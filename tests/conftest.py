@@ -59,7 +59,7 @@ def quick_decoding() -> Iterator[None]:
         patch.setattr(decode, "_write", jit(decode.write, static_argnames=("config", "room")))
         patch.setattr(decode, "_begin", jit(decode.begin, static_argnames=("config", "room")))
         patch.setattr(decode, "_advance", jit(decode.advance, static_argnames="config", donate_argnames="state"))
-        patch.setattr(beam, "_search", jit(beam.search, static_argnames=("config", "room", "beam", "n_best")))
+        patch.setattr(beam, "_search", jit(beam.search, static_argnames=("beam", "n_best")))
         yield
 
 

@@ -14,7 +14,7 @@ from tests.quick import jit
 from tests.test_decode import HYPER, SMALL, forward_of, parameters
 from transformer_jax import beam as beam_module
 from transformer_jax import decode, exact
-from transformer_jax.beam import Asked, Beams, Penalty, beam_search, search
+from transformer_jax.beam import Asked, Beams, Group, Penalty, beam_search, search
 from transformer_jax.config import Config, Hyper
 from transformer_jax.decode import Given, Prompts, Room
 from transformer_jax.encoder_decoder import Transformer, init_transformer
@@ -105,19 +105,37 @@ def test_m10_l8_a_banned_id_is_never_written_and_changes_no_probability() -> Non
     assert (np.asarray(found.ids_BWT)[0, missing] == worst).all()
 
 
-def test_an_ensemble_averages_probabilities() -> None:
-    tables = [exact._logits(model(seed), TINY, Hyper(), PROMPT, NEW, None) for seed in (0, 1)]
-    p_BTV = np.mean([np.exp(x) / np.exp(x).sum(-1, keepdims=True) for x in tables], axis=0)
-    rows = list(itertools.product(range(V), repeat=NEW - 1))
+def of_table(p_BTV: np.ndarray) -> dict[tuple[int, ...], float]:
+    """Every text and its ln p, from the probabilities after each prefix of NEW - 1 ids."""
     want: dict[tuple[int, ...], float] = {}
-    for row, tail in enumerate(rows):
+    for row, tail in enumerate(itertools.product(range(V), repeat=NEW - 1)):
         for last in range(V):
             ids = (*tail, last)
             length = ids.index(STOP) + 1 if STOP in ids else NEW
             want[ids[:length]] = sum(float(np.log(p_BTV[row, t, ids[t]])) for t in range(length))
-    penalty = Penalty("gnmt", 0.7)
+    return want
+
+
+def test_an_ensemble_averages_probabilities() -> None:
+    tables = [exact._logits(model(seed), TINY, Hyper(), PROMPT, NEW, None) for seed in (0, 1)]
+    p_BTV = np.mean([np.exp(x) / np.exp(x).sum(-1, keepdims=True) for x in tables], axis=0)
+    want, penalty = of_table(p_BTV), Penalty("gnmt", 0.7)
     same(hypotheses(tiny((0, 1), penalty=penalty, n_best=5)), ranked(want, want.values(), penalty)[:5])
     same(hypotheses(tiny((0, 0), penalty=penalty, n_best=5)), hypotheses(tiny(penalty=penalty, n_best=5)))
+
+
+def test_an_ensemble_of_several_configs_averages_probabilities() -> None:
+    """Wider, deeper, without positions and colder: each member runs by its own settings, two of them in one group."""
+    other = TINY.replace(d_ff=7, num_layers=2, positions="none", norm_placement="post")
+    cold = Hyper(attention_temperature=0.3)
+    configs, hypers = [TINY, other, TINY, TINY], [Hyper(), Hyper(), Hyper(), cold]
+    members = [model(0), init_transformer(jax.random.key(7), other), model(1), model(2)]
+    settings = list(zip(members, configs, hypers, strict=True))
+    tables = [exact._logits(p, config, hyper, PROMPT, NEW, None) for p, config, hyper in settings]
+    p_BTV = np.mean([np.exp(x) / np.exp(x).sum(-1, keepdims=True) for x in tables], axis=0)
+    want = of_table(p_BTV)
+    found = beam_search(members, configs, hypers, [PROMPT], max_new_tokens=NEW, stop_ids=(STOP,), beam=ALL, n_best=5)
+    same(hypotheses(found), ranked(want, want.values(), Penalty())[:5])
 
 
 # --- faults of others ---------------------------------------------------------------
@@ -135,12 +153,12 @@ def test_m5_it_stops_as_soon_as_nothing_can_be_better_and_no_sooner() -> None:
     """The ids of live hypotheses when the loop ends, for all penalties in one program, against a bound by hand."""
 
     def step(params: Transformer, added: jax.Array, alpha: jax.Array) -> jax.Array:
-        asked = _asked([PROMPT], [STOP], NEW, TINY, added=added, alpha=alpha)
+        asked, given = _asked([STOP], NEW, TINY, added=added, alpha=alpha), _given([PROMPT])
         with pytest.MonkeyPatch.context() as patch:
             ends: list[jax.Array] = []
             real = beam_module._hypotheses
             patch.setattr(beam_module, "_hypotheses", lambda *a: (ends.append(a[3]), real(*a))[1])
-            search((params,), TINY, Hyper(), asked, Room(8, 2, NEW, False), ALL, 1)
+            search((Group((params,), Hyper(), given, TINY, Room(8, 2, NEW, False)),), asked, ALL, 1)
         return ends[-1]
 
     added, alpha = zip(*((beam_module.PENALTIES[p.kind], p.alpha) for p in PENALTIES), strict=True)
@@ -155,13 +173,14 @@ def test_m5_early_stopping_asks_for_less_work_where_it_can() -> None:
     assert {_steps_by_hand(seed, p) for seed in range(SEEDS) for p in PENALTIES} > {2, 4}
 
 
-def _asked(
-    prompts: Any, stops: Any, most: int, config: Config, *, added: Any, alpha: Any, enough: int = 1 << 30
-) -> Asked:
-    given = Given(jnp.asarray(prompts, jnp.int32), jnp.ones(np.shape(prompts), bool))
+def _given(prompts: Any) -> Given:
+    return Given(jnp.asarray(prompts, jnp.int32), jnp.ones(np.shape(prompts), bool))
+
+
+def _asked(stops: Any, most: int, config: Config, *, added: Any, alpha: Any, enough: int = 1 << 30) -> Asked:
     stops_V, none_V = jnp.asarray(np.isin(np.arange(config.V), stops)), jnp.zeros(config.V, bool)
     numbers = (jnp.asarray(added), jnp.asarray(alpha), jnp.int32(enough), jnp.int32(most), jnp.int32(0))
-    return Asked(given, stops_V, none_V, *numbers)
+    return Asked(stops_V, none_V, *numbers)
 
 
 def _steps_by_hand(seed: int, penalty: Penalty) -> int:
@@ -202,14 +221,13 @@ def test_m8_a_beam_of_one_ends_with_its_first_stop_id_whatever_the_penalty() -> 
 
 def test_m8_near_candidates_of_a_long_text_are_told_apart() -> None:
     """1e-5 is less than a sum of -1000 can hold: id 2 is the more probable, and greedy decoding takes it."""
-    asked = _asked([PROMPT], [], 2, TINY, added=0.0, alpha=0.0)
-    state = jax.eval_shape(
-        lambda p: beam_module._begun(
-            jax.tree.map(lambda x: x[None], p), jax.tree.map(lambda _: 0, p), TINY, Hyper(), asked,
-            Room(8, 2, NEW, False), 1, 1,
-        ),
-        model(0),
-    )  # fmt: skip
+    asked, given = _asked([], 2, TINY, added=0.0, alpha=0.0), _given([PROMPT])
+
+    def begun(p: Transformer) -> Any:
+        group = Group((p,), Hyper(), given, TINY, Room(8, 2, NEW, False))
+        return beam_module._begun([beam_module._run(group)], asked, NEW, 1, 1)
+
+    state = jax.eval_shape(begun, model(0))
     state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
     state = state.replace(logp_BW=jnp.asarray([[-1000.0]]))
     next_state = jit(beam_module._followed)(asked, state, jnp.asarray([[[-5.0, -1.00001, -1.0]]]))
@@ -225,9 +243,9 @@ def many() -> tuple[Beams, Any]:
     """200 random models in one program: a beam of 1, and greedy decoding."""
     params = jax.vmap(lambda k: init_transformer(k, MANY))(jax.random.split(jax.random.key(7), RANDOM))
     prompts, stops, room = [[3, 1], [4, 8]], [5, 6], Room(16, 2, WIDE, False)
-    asked = _asked(prompts, stops, WIDE, MANY, added=0.0, alpha=1.0, enough=1)
+    asked, given = _asked(stops, WIDE, MANY, added=0.0, alpha=1.0, enough=1), _given(prompts)
     greedy = Prompts(
-        asked.given,
+        given,
         jax.random.key(0),
         jnp.arange(2),
         GREEDY.of_rows(2),
@@ -242,7 +260,7 @@ def many() -> tuple[Beams, Any]:
         params = jax.tree.map(lambda x: 2.0 * x, params)
         return jax.vmap(
             lambda p: (
-                search((p,), MANY, HYPER, asked, room, 1, 1)[0],
+                search((Group((p,), HYPER, given, MANY, room),), asked, 1, 1)[0],
                 decode.write(p, MANY, HYPER, greedy, room),
             )
         )(params)
@@ -333,10 +351,13 @@ def test_m9_translations_too_whatever_the_others_sources() -> None:
 def test_keys_and_values_of_a_source_are_not_repeated_for_its_beams() -> None:
     sources = [[1, 2], [3]]
     given, room = decode.laid_out(PAIR, HYPER, [[1], [2]], sources, 4)
-    asked = _asked([[1], [2]], [2], 4, PAIR, added=5.0, alpha=0.0).replace(given=given)
-    axes = jax.tree.map(lambda _: 0, parameters(PAIR))
-    stacked = jax.tree.map(lambda x: x[None], parameters(PAIR))
-    held = jax.eval_shape(lambda p: beam_module._begun(p, axes, PAIR, HYPER, asked, room, 4, 1).cache.held, stacked)
+    asked = _asked([2], 4, PAIR, added=5.0, alpha=0.0)
+
+    def begun(p: Transformer) -> Any:
+        group = Group((p,), HYPER, given, PAIR, room)
+        return beam_module._begun([beam_module._run(group)], asked, room.new, 4, 1).caches[0].held
+
+    held = jax.eval_shape(begun, parameters(PAIR))
     assert held.cross.k_BSKH.shape[1:4] == (1, 2, 16) and held.own.k_BSKH.shape[1:3] == (1, 8)
 
 
@@ -398,9 +419,15 @@ def test_what_cannot_be_done_is_refused_in_one_line(message: str) -> None:
 def test_members_of_another_shape_are_refused_by_name() -> None:
     other = init_transformer(jax.random.key(0), TINY.replace(d_ff=7))
     with pytest.raises(
-        ConfigError, match=r"model 1 .*: decoder/layers/ffn/w1_DF is \(1, 8, 7\), in model 0 \(1, 8, 32\)"
+        ConfigError, match=r"model 1 .* not fit its Config: decoder/layers/ffn/w1_DF is \(1, 8, 7\), not \(1, 8, 32\)"
     ):
         beam_search([model(0), other], TINY, Hyper(), [PROMPT], max_new_tokens=2)
+    wide = TINY.replace(vocab_size=4)
+    with pytest.raises(ConfigError, match="model 1 of the ensemble reads other ids: V is 4, in model 0 3"):
+        both = [model(0), init_transformer(jax.random.key(0), wide)]
+        beam_search(both, [TINY, wide], Hyper(), [PROMPT], max_new_tokens=2)
+    with pytest.raises(ConfigError, match="an ensemble of 1 models, 2 Configs and 1 Hypers"):
+        beam_search(model(0), [TINY, TINY], Hyper(), [PROMPT], max_new_tokens=2)
 
 
 def test_logits_that_are_not_finite_are_an_error() -> None:

@@ -47,7 +47,7 @@ class Done(NamedTuple):
 def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Done]:
     folder = tmp_path_factory.mktemp("evaluate")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(beam, "_search", jit(beam.search, static_argnames=("config", "room", "beam", "n_best")))
+        patch.setattr(beam, "_search", jit(beam.search, static_argnames=("beam", "n_best")))
         made = words(300 + DEV + TEST, 1)
         files = {"pairs": made[:300], "dev": made[300 : 300 + DEV], "test": made[300 + DEV :]}
         config = BASE.replace(**{n: str(write_pairs(folder / f"{n}.tsv", part)) for n, part in files.items()})

@@ -43,7 +43,7 @@ class Runs(NamedTuple):
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     folder = tmp_path_factory.mktemp("translate")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(beam, "_search", jit(beam.search, static_argnames=("config", "room", "beam", "n_best")))
+        patch.setattr(beam, "_search", jit(beam.search, static_argnames=("beam", "n_best")))
         made = words(330, 0)
         files = {"pairs": made[:300], "dev": made[300:]}
         config = BASE.replace(**{n: str(write_pairs(folder / f"{n}.tsv", part)) for n, part in files.items()})
@@ -270,8 +270,8 @@ def spoilt(source: Path, folder: Path, name: str, change: Any) -> Path:
 
 
 def test_models_that_cannot_write_together_are_named(runs: Runs, tmp_path: Path) -> None:
-    def deeper(held: Any) -> None:
-        held["identity"]["config"]["num_layers"] = 2
+    def decoder(held: Any) -> None:
+        held["identity"]["config"] |= {"architecture": "decoder", "source_vocab_size": 0}
 
     def other(held: Any) -> None:
         held["target"]["symbols"][0] = "q"
@@ -280,14 +280,35 @@ def test_models_that_cannot_write_together_are_named(runs: Runs, tmp_path: Path)
         held["identity"]["hyper"]["learning_rate"] = 0.5
         held["identity"]["config"]["batch_size"] = 4
 
-    deep = spoilt(runs.b, tmp_path / "deep", "config.json", deeper)
-    with pytest.raises(UserError, match="cannot write together: num_layers is 1 there, 2 here"):
-        loaded(f"--restore={runs.a},{deep}")
+    alone = spoilt(runs.b, tmp_path / "alone", "config.json", decoder)
+    with pytest.raises(UserError, match="cannot write together: architecture is 'encoder_decoder' there"):
+        loaded(f"--restore={runs.a},{alone}")
     changed = spoilt(runs.b, tmp_path / "changed", "tokenizers.json", other)
     with pytest.raises(UserError, match="cannot write together: the target tokenizers differ"):
         loaded(f"--restore={runs.a},{changed}")
     alike = spoilt(runs.b, tmp_path / "alike", "config.json", learning)
-    assert len(loaded(f"--restore={runs.a},{alike}").models) == 2
+    made = loaded(f"--restore={runs.a},{alike}")
+    assert len(made.models) == 2 and made.settings[0] == made.settings[1]  # one program for both
+
+
+def test_models_of_several_kinds_write_together(runs: Runs, tmp_path: Path) -> None:
+    """Deeper, with norms after the sums and shorter rows: each by its own config, within what both can read."""
+    config = restoring.saved_configuration(str(runs.b))[0]
+    config = config.replace(num_layers=2, norm_placement="post", seq_len=6)
+    other = make_run(tmp_path / "other", config, seed=2, saves=(60,))
+    alone = [loaded(f"--restore={path}") for path in (runs.a, other)]
+    both = loaded(f"--restore={runs.a},{other}", "--beam=2")
+    assert [(c.num_layers, c.seq_len) for c, _ in both.settings] == [(1, 12), (2, 6)]
+    words = [word for word in runs.unseen if len(word) < 6][:4]
+    made = translating.translate(dataclasses.replace(both, rows=4), words).outputs
+    found = beam_search(
+        [one.models[0] for one in alone], [one.config for one in alone], [one.hyper for one in alone],
+        [[START]] * 4, max_new_tokens=6, beam=2, sources=[both.tokenizers.source_ids(word) for word in words],
+        stop_ids=(END,), penalty=Penalty("power", 1.0), banned_ids=(0, START),
+    )  # fmt: skip
+    for row, ids, length in zip(made, np.asarray(found.ids_BWT), np.asarray(found.lengths_BW), strict=True):
+        assert row[0].ids == tuple(ids[0, : length[0]].tolist())
+    assert translating.translate(both, ["abcdab"]).too_long == [0]  # END is the seventh
 
 
 def test_a_checkpoint_of_other_tokenizers_is_refused(runs: Runs, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ DYNAMIC = BASE.replace(positions="rope", rope_scaling="dynamic", rope_original_p
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beam, "_search", jit(beam.search, static_argnames=("config", "room", "beam", "n_best")))
+    monkeypatch.setattr(beam, "_search", jit(beam.search, static_argnames=("beam", "n_best")))
 
 
 def translator(config: Config, rows: int = 2) -> Translator:

@@ -23,12 +23,14 @@ change which hypothesis is the best. Other programs end a row sooner, with its W
 and may miss better ones: `enough` does as they do. With one beam a row always ends with its first
 stop id: this is greedy decoding, whatever the penalty.
 
-Several trees of parameters of one Config are an ensemble: the next id's p is the mean of theirs.
+Several trees of parameters are an ensemble: the next id's p is the mean of theirs. They may be of several
+Configs, as long as they read and write the same ids.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +39,9 @@ from flax import struct
 
 from transformer_jax.attention import KeysValues
 from transformer_jax.cache import Cache, extend
-from transformer_jax.config import Config, Hyper
+from transformer_jax.config import Config, Hyper, to_dict
 from transformer_jax.decode import Given, Room, Rows, check_request, id_mask, laid_out, on_device, read
-from transformer_jax.encoder_decoder import Transformer, logits_of
+from transformer_jax.encoder_decoder import Transformer, init_transformer, logits_of
 from transformer_jax.errors import ConfigError, NotFiniteError, unknown
 from transformer_jax.samplers import Sampler
 
@@ -71,13 +73,31 @@ class Beams:
 
 
 @struct.dataclass
+class Group:
+    """Members of an ensemble that are of one Config and Hyper, and what they are given; config, room: static."""
+
+    members: tuple[Transformer, ...]
+    hyper: Hyper
+    given: Given
+    config: Config = struct.field(pytree_node=False)
+    room: Room = struct.field(pytree_node=False)
+
+    def stacked(self) -> tuple[Transformer, Any]:
+        """The members' parameters in one tree, and the axis of each leaf that counts them."""
+        # They stand after L, which the scan over layers takes first.
+        axes = jax.tree_util.tree_map_with_path(
+            lambda path, _: int(any(getattr(part, "name", "") == "layers" for part in path)), self.members[0]
+        )
+        return jax.tree.map(lambda axis, *leaves: jnp.stack(leaves, axis), axes, *self.members), axes
+
+
+@struct.dataclass
 class Asked:
     """What is asked for a batch, all of it traced.
 
     stops_V, banned_V: booleans. added, alpha: the penalty's numbers. enough: finished hypotheses that end a row.
     """
 
-    given: Given
     stops_V: jax.Array
     banned_V: jax.Array
     added: jax.Array
@@ -91,12 +111,12 @@ class Asked:
 class State:
     """After `step` ids: W live hypotheses a row, dead ones with a sum of -inf, and the best finished ones.
 
-    cache: of the members, which are axis 1 of its keys and values; B W rows, before the last ids and in the
-    order of the live ones of the step before, of which parents_BW were followed. finished_B: how many have
-    finished; nan_B: rows that met NaN.
+    caches: of each group of members, which are axis 1 of its keys and values; B W rows, before the last ids and
+    in the order of the live ones of the step before, of which parents_BW were followed. finished_B: how many
+    have finished; nan_B: rows that met NaN.
     """
 
-    cache: Cache
+    caches: tuple[Cache, ...]
     ids_BWT: jax.Array
     logp_BW: jax.Array
     parents_BW: jax.Array
@@ -115,88 +135,101 @@ def divisor(lengths: jax.Array, added: jax.Array, alpha: jax.Array) -> jax.Array
     return ((added + lengths.astype(jnp.float32)) / (added + 1.0)) ** alpha
 
 
-def search(
-    members: tuple[Transformer, ...], config: Config, hyper: Hyper, asked: Asked, room: Room, beam: int, n_best: int
-) -> tuple[Beams, jax.Array]:
+def search(groups: tuple[Group, ...], asked: Asked, beam: int, n_best: int) -> tuple[Beams, jax.Array]:
     """`beam_search` for a batch that is padded already, and the rows that met NaN [B]: pure, for use inside jit."""
-    # Members stand after L, which the scan over layers takes first.
-    axes = jax.tree_util.tree_map_with_path(
-        lambda path, _: int(any(getattr(part, "name", "") == "layers" for part in path)), members[0]
-    )
-    stacked = jax.tree.map(lambda axis, *leaves: jnp.stack(leaves, axis), axes, *members)
+    runs = [_run(group) for group in groups]
 
     def more(state: State) -> jax.Array:
         return (state.step < asked.most) & ~jnp.all(state.done_B)
 
     def step(state: State) -> State:
-        return _followed(asked, *_advanced(stacked, axes, config, hyper, state))
+        return _followed(asked, *_advanced(runs, state))
 
-    state = _begun(stacked, axes, config, hyper, asked, room, beam, n_best)
+    state = _begun(runs, asked, max(group.room.new for group in groups), beam, n_best)
     state = jax.lax.while_loop(more, step, state)
     cut = _hypotheses(asked, state.ids_BWT, state.logp_BW, state.step)
     return _where(state.done_B, state.best, _merged(state.best, cut)), state.nan_B
 
 
-def _begun(
-    stacked: Transformer, axes: Any, config: Config, hyper: Hyper, asked: Asked, room: Room, W: int, n_best: int
-) -> State:
-    """Read the source and the prompts, and follow them by the first ids."""
+class _Run(NamedTuple):
+    """A group's programs. begin() -> its cache, for W = 1, and ln p [R, B, V]; advance(cache, rows, tokens) -> both."""
 
-    def one(params: Transformer) -> Any:
-        cache, x_BD = read(params, config, hyper, asked.given, room)
-        return _log_p(params, config, hyper, x_BD), cache.held, replace(cache, held=None)
+    begin: Callable[[], tuple[Cache, jax.Array]]
+    advance: Callable[[Cache, jax.Array, jax.Array], tuple[Cache, jax.Array]]
 
-    logp_RBV, held, cache = jax.vmap(one, in_axes=(axes,), out_axes=(0, 1, None))(stacked)
-    B = logp_RBV.shape[1]
-    held = replace(held, own=jax.tree.map(lambda x: jnp.repeat(x, W, axis=2), held.own))
-    cache = replace(
-        cache,
-        held=held,
-        positions_BS=jnp.repeat(cache.positions_BS, W, axis=0),
-        lengths_B=jnp.repeat(cache.lengths_B, W, axis=0),
-    )
+
+def _run(group: Group) -> _Run:
+    """The members, vmapped: each has keys and values of its own, and they share what stands where."""
+    config, hyper, (stacked, axes) = group.config, group.hyper, group.stacked()
+
+    def begin() -> tuple[Cache, jax.Array]:
+        def one(params: Transformer) -> Any:
+            cache, x_BD = read(params, config, hyper, group.given, group.room)
+            return _log_p(params, config, hyper, x_BD), cache.held, replace(cache, held=None)
+
+        logp_RBV, held, cache = jax.vmap(one, in_axes=(axes,), out_axes=(0, 1, None))(stacked)
+        return replace(cache, held=held), logp_RBV
+
+    def advance(cache: Cache, rows: jax.Array, tokens: jax.Array) -> tuple[Cache, jax.Array]:
+        # All live ones of a row are as long: the rest of the cache is the same for each.
+        held = replace(cache.held, own=jax.tree.map(lambda x: x[:, :, rows], cache.held.own))
+
+        def one(params: Transformer, own: KeysValues, cross: KeysValues | None) -> Any:
+            mine = replace(cache, held=replace(held, own=own, cross=cross))
+            x_BTD, mine = extend(params, config, hyper, mine, tokens)
+            return _log_p(params, config, hyper, x_BTD[:, 0]), mine.held.own, replace(mine, held=None)
+
+        run = jax.vmap(one, in_axes=(axes, 1, 1), out_axes=(0, 1, None))
+        logp_RBV, own, longer = run(stacked, held.own, held.cross)
+        return replace(longer, held=replace(held, own=own)), logp_RBV
+
+    return _Run(begin, advance)
+
+
+def _begun(runs: Sequence[_Run], asked: Asked, new: int, W: int, n_best: int) -> State:
+    """Read the source and the prompts, and follow them by the first ids; `new`: ids that there is room for."""
+    begun = [run.begin() for run in runs]
+    logp_BV = _mean([logp for _, logp in begun])
+    B, V = logp_BV.shape
+
+    def widened(cache: Cache) -> Cache:
+        held = replace(cache.held, own=jax.tree.map(lambda x: jnp.repeat(x, W, axis=2), cache.held.own))
+        places, lengths = (jnp.repeat(x, W, axis=0) for x in (cache.positions_BS, cache.lengths_B))
+        return replace(cache, held=held, positions_BS=places, lengths_B=lengths)
+
     none = jnp.full((B, n_best), -jnp.inf)
     state = State(
-        cache,
-        jnp.full((B, W, room.new), asked.pad_id),
+        tuple(widened(cache) for cache, _ in begun),
+        jnp.full((B, W, new), asked.pad_id),
         # There is one prompt to follow.
         jnp.broadcast_to(jnp.where(jnp.arange(W) == 0, 0.0, -jnp.inf), (B, W)),
         jnp.zeros((B, W), jnp.int32),
-        Beams(jnp.full((B, n_best, room.new), asked.pad_id), jnp.zeros((B, n_best), jnp.int32), none, none),
+        Beams(jnp.full((B, n_best, new), asked.pad_id), jnp.zeros((B, n_best), jnp.int32), none, none),
         jnp.zeros(B, jnp.int32),
         jnp.zeros(B, bool),
         jnp.zeros(B, bool),
         jnp.zeros((), jnp.int32),
     )
-    return _followed(asked, state, jnp.broadcast_to(_mean(logp_RBV)[:, None], (B, W, config.V)))
+    return _followed(asked, state, jnp.broadcast_to(logp_BV[:, None], (B, W, V)))
 
 
-def _advanced(stacked: Transformer, axes: Any, config: Config, hyper: Hyper, state: State) -> tuple[State, jax.Array]:
-    """The members read the last ids: the state with its cache in the order of the live ones, and ln p [B, W, V]."""
+def _advanced(runs: Sequence[_Run], state: State) -> tuple[State, jax.Array]:
+    """The members read the last ids: the state with its caches in the order of the live ones, and ln p [B, W, V]."""
     B, W = state.logp_BW.shape
     rows = (jnp.arange(B)[:, None] * W + state.parents_BW).reshape(-1)
-    held = state.cache.held
-    # All live ones of a row are as long: the rest of the cache is the same for each.
-    held = replace(held, own=jax.tree.map(lambda x: x[:, :, rows], held.own))
     tokens = jax.lax.dynamic_index_in_dim(state.ids_BWT, state.step - 1, axis=2).reshape(-1, 1)
-
-    def one(params: Transformer, own: KeysValues, cross: KeysValues | None) -> Any:
-        cache = replace(state.cache, held=replace(held, own=own, cross=cross))
-        x_BTD, cache = extend(params, config, hyper, cache, tokens)
-        return _log_p(params, config, hyper, x_BTD[:, 0]), cache.held.own, replace(cache, held=None)
-
-    run = jax.vmap(one, in_axes=(axes, 1, 1), out_axes=(0, 1, None))
-    logp_RBV, own, cache = run(stacked, held.own, held.cross)
-    state = replace(state, cache=replace(cache, held=replace(held, own=own)))
-    return state, _mean(logp_RBV).reshape(B, W, -1)
+    made = [run.advance(cache, rows, tokens) for run, cache in zip(runs, state.caches, strict=True)]
+    state = replace(state, caches=tuple(cache for cache, _ in made))
+    return state, _mean([logp for _, logp in made]).reshape(B, W, -1)
 
 
 def _log_p(params: Transformer, config: Config, hyper: Hyper, x_BD: jax.Array) -> jax.Array:
     return jax.nn.log_softmax(logits_of(params, config, hyper, x_BD[:, None])[:, 0], axis=1)
 
 
-def _mean(logp_RBV: jax.Array) -> jax.Array:
-    """ln of the mean of the members' p. Never above 0, so that no sum of ln p grows."""
+def _mean(logps_RBV: Sequence[jax.Array]) -> jax.Array:
+    """ln of the mean of all members' p. Never above 0, so that no sum of ln p grows."""
+    logp_RBV = logps_RBV[0] if len(logps_RBV) == 1 else jnp.concatenate(logps_RBV)
     R = logp_RBV.shape[0]
     return logp_RBV[0] if R == 1 else jnp.minimum(jax.nn.logsumexp(logp_RBV, axis=0) - jnp.log(R), 0.0)
 
@@ -258,7 +291,7 @@ def _where(rows_B: jax.Array, a: Beams, b: Beams) -> Beams:
     return jax.tree.map(lambda x, y: jnp.where(rows_B.reshape(-1, *[1] * (x.ndim - 1)), x, y), a, b)
 
 
-_search = jax.jit(search, static_argnames=("config", "room", "beam", "n_best"))
+_search = jax.jit(search, static_argnames=("beam", "n_best"))
 
 
 # --- on the host ------------------------------------------------------------------
@@ -266,8 +299,8 @@ _search = jax.jit(search, static_argnames=("config", "room", "beam", "n_best"))
 
 def beam_search(
     params: Transformer | Sequence[Transformer],
-    config: Config,
-    hyper: Hyper,
+    config: Config | Sequence[Config],
+    hyper: Hyper | Sequence[Hyper],
     prompts: Rows,
     *,
     max_new_tokens: int,
@@ -282,31 +315,41 @@ def beam_search(
 ) -> Beams:
     """The n_best texts of up to max_new_tokens ids after each prompt, a row of ids of any length from 1 on.
 
-    params: one tree, or several for an ensemble. beam: live hypotheses of a row, W. stop_ids: a text ends
-    with the first of them, which is kept. penalty: None for none. banned_ids: never written, such as padding
-    or rows of the vocabulary that no token has; the others' p are as they were. sources: an
-    encoder-decoder's, one for each prompt (a prompt is then what the decoder begins with). enough: a row also
-    ends when so many hypotheses have finished, whatever the others could still reach; 0: it does not.
+    params: one tree, or several for an ensemble; config, hyper: one for all of them, or one for each.
+    beam: live hypotheses of a row, W. stop_ids: a text ends with the first of them, which is kept. penalty:
+    None for none. banned_ids: never written, such as padding or rows of the vocabulary that no token has; the
+    others' p are as they were. sources: an encoder-decoder's, one for each prompt (a prompt is then what the
+    decoder begins with). enough: a row also ends when so many hypotheses have finished, whatever the
+    others could still reach; 0: it does not.
     Raises ConfigError or DataError, one line, for what decode.generate refuses, numbers that are out of
-    range, trees that differ in a shape, and, once it has searched, logits that are not finite.
+    range, members that do not fit their Config or read other ids than the first, and, once it has
+    searched, logits that are not finite.
     """
     members = (params,) if isinstance(params, Transformer) else tuple(params)
+    configs = [config] * len(members) if isinstance(config, Config) else list(config)
+    hypers = [hyper] * len(members) if isinstance(hyper, Hyper) else list(hyper)
     penalty = Penalty() if penalty is None else penalty
     check_beam(beam, n_best, penalty, enough)
-    check_request(config, hyper, prompts, max_new_tokens, Sampler(), [*stop_ids, *banned_ids, pad_id], sources)
-    _check_members(members)
-    given, room = laid_out(config, hyper, prompts, sources, max_new_tokens)
+    _check_members(members, configs, hypers)
+    others = [*stop_ids, *banned_ids, pad_id]
+    for one, numbers in zip(configs, hypers, strict=True):
+        check_request(one, numbers, prompts, max_new_tokens, Sampler(), others, sources)
+    V = configs[0].V
     asked = Asked(
-        given,
-        id_mask(stop_ids, config.V),
-        id_mask(banned_ids, config.V),
+        id_mask(stop_ids, V),
+        id_mask(banned_ids, V),
         jnp.float32(PENALTIES[penalty.kind]),
         jnp.float32(penalty.alpha),
         jnp.int32(1 if beam == 1 else enough or NEVER),
         jnp.int32(max_new_tokens),
         jnp.int32(pad_id),
     )
-    found, nan_B = _search(members, config, on_device(hyper), asked, room, beam, n_best)
+    groups = tuple(
+        Group(tuple(members[i] for i in alike), on_device(hypers[first]), given, configs[first], room)
+        for first, alike in _grouped(configs, hypers).items()
+        for given, room in [laid_out(configs[first], hypers[first], prompts, sources, max_new_tokens)]
+    )
+    found, nan_B = _search(groups, asked, beam, n_best)
     if np.any(nan_B):
         raise NotFiniteError(f"the model's logits are not finite in row {int(np.argmax(nan_B))}: nothing to rank")
     return replace(found, ids_BWT=found.ids_BWT[:, :, :max_new_tokens])
@@ -326,17 +369,39 @@ def check_beam(beam: int, n_best: int, penalty: Penalty, enough: int = 0) -> Non
         raise ConfigError(f"alpha={penalty.alpha:g} of the length penalty is out of range: from -10 to 10")
 
 
-def _check_members(members: tuple[Transformer, ...]) -> None:
+def _grouped(configs: Sequence[Config], hypers: Sequence[Hyper]) -> dict[int, list[int]]:
+    """The first of those that are alike in Config and Hyper -> all of them."""
+    groups: dict[int, list[int]] = {}
+    for i, made in enumerate(zip(configs, hypers, strict=True)):
+        first = next((j for j in groups if configs[j] == made[0] and to_dict(hypers[j]) == to_dict(made[1])), i)
+        groups.setdefault(first, []).append(i)
+    return groups
+
+
+def _check_members(members: Sequence[Transformer], configs: Sequence[Config], hypers: Sequence[Hyper]) -> None:
     if not members:
         raise ConfigError("an ensemble of no models: at least 1")
-    shapes = [
-        {jax.tree_util.keystr(path, simple=True, separator="/"): x.shape for path, x in leaves}
-        for leaves in map(jax.tree_util.tree_leaves_with_path, members)
-    ]
-    for i, others in enumerate(shapes):
-        odd = [name for name in {**shapes[0], **others} if shapes[0].get(name) != others.get(name)]
+    if not len(members) == len(configs) == len(hypers):
+        raise ConfigError(f"an ensemble of {len(members)} models, {len(configs)} Configs and {len(hypers)} Hypers")
+
+    def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        return {jax.tree_util.keystr(path, simple=True, separator="/"): x.shape for path, x in leaves}
+
+    def ids(config: Config) -> dict[str, Any]:
+        return {"architecture": config.architecture, "V": config.V, "source ids": config.source_vocab_size or config.V}
+
+    for i, (params, config) in enumerate(zip(members, configs, strict=True)):
+        wanted = shapes(jax.eval_shape(partial(init_transformer, config=config), jax.random.key(0)))
+        found = shapes(params)
+        odd = [name for name in {**wanted, **found} if wanted.get(name) != found.get(name)]
         if odd:
             raise ConfigError(
-                f"model {i} of the ensemble is of another shape: {odd[0]} is {others.get(odd[0])}, "
-                f"in model 0 {shapes[0].get(odd[0])}"
+                f"model {i} of the ensemble does not fit its Config: {odd[0]} is {found.get(odd[0])}, "
+                f"not {wanted.get(odd[0])}"
             )
+        for name, value in ids(config).items():
+            if value != ids(configs[0])[name]:
+                raise ConfigError(
+                    f"model {i} of the ensemble reads other ids: {name} is {value}, in model 0 {ids(configs[0])[name]}"
+                )
