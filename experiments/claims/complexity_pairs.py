@@ -148,8 +148,9 @@ i03 = chapter.claim(
         "A causal window has {pairs:.0f} pairs for n = 1024, w = 128, not {product:.0f}; and only a kernel that leaves "
         "the others out saves anything. Masked dense attention costs as much as without a mask (exponent "
         "{masked:.2f}); banded attention has exponent {banded:.2f} and the same result (within {gap:.0e}).",
-        "n = 1024、w = 128 的因果窗口有 {pairs:.0f} 对，而不是 {product:.0f} 对；而且只有真正跳过其余配对的实现才省钱。"
-        "带掩码的稠密注意力与不带掩码一样贵（指数 {masked:.2f}）；带状实现的指数为 {banded:.2f}，结果相同"
+        "n = 1024、w = 128 的因果窗口有 {pairs:.0f} 对，而不是 {product:.0f} 对；"
+        "而且只有真正跳过其余配对的实现才节省计算。"
+        "带掩码的稠密注意力与不带掩码的计算量相同（指数 {masked:.2f}）；带状实现的指数为 {banded:.2f}，结果相同"
         "（误差 {gap:.0e}）。",
     ),
     uses=(masks.window, Mask.pairs, measure, slope, attend),

@@ -50,9 +50,9 @@ d07 = chapter.claim(
     ),
     learned=Words(
         "Trained on text, the printed mask shows a loss of {seen_inverted:.2f} nats a token where causal shows "
-        "{seen_causal:.2f}; asked without the future it is worth {honest_inverted:.2f} against {honest_causal:.2f}.",
+        "{seen_causal:.2f}; asked without the future its loss is {honest_inverted:.2f} against {honest_causal:.2f}.",
         "在文本上训练，照印出的掩码看到的损失是每词元 {seen_inverted:.2f} nat，因果掩码是 {seen_causal:.2f}；"
-        "拿走未来再问，前者值 {honest_inverted:.2f}，后者 {honest_causal:.2f}。",
+        "不许看未来时，前者的损失为 {honest_inverted:.2f}，后者为 {honest_causal:.2f}。",
     ),
     uses=(attend, masks.inverted, masks.causal),
 )

@@ -96,11 +96,13 @@ g10 = chapter.claim(
     ),
     formula=r"PE_m \cdot PE_n = \sum_i \cos\big( (m - n)\, \theta_i \big)",
     finding=Words(
-        "PE·PE is a function of the offset ({at0:.0f} at 0, {at50:.1f} at 50 for d = 512), but it falls only to "
-        "{turns:.0f} and then rises, so that it does not order distances; and attention has W_Q and W_K in between: "
+        "PE·PE is a function of the offset ({at0:.0f} at 0, {at50:.1f} at 50 for d = 512), but it falls only "
+        "until offset {turns:.0f} and then rises, so that it does not order distances; and attention has W_Q and W_K "
+        "in between: "
         "with random ones, the offset explains {r2:.0%} of the variance of position scores among 64 positions.",
-        "PE·PE 确是相对距离的函数（d = 512 时，距离 0 处为 {at0:.0f}，50 处为 {at50:.1f}），但只下降到 {turns:.0f} "
-        "为止，随后回升，因此不能给远近排序；而且注意力的内积中间隔着 W_Q 和 W_K：随机权重下，64 个位置之间的位置得分的"
+        "PE·PE 确是相对距离的函数（d = 512 时，距离 0 处为 {at0:.0f}，50 处为 {at50:.1f}），但只下降到距离 "
+        "{turns:.0f} 处，随后回升，因此不能给远近排序；而且注意力的内积中间隔着 W_Q 和 W_K：随机权重下，"
+        "64 个位置之间的位置得分的"
         "方差只有 {r2:.0%} 由相对距离解释。",
     ),
     uses=(sinusoidal, attention_scores),

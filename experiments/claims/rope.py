@@ -185,7 +185,8 @@ a12 = chapter.claim(
     formula=r"\theta_i = b^{-2i/d}, \quad i = 0, \dots, d/2 - 1",
     finding=Words(
         "A head of d turns d/2 pairs, each by its own θ, and which coordinates make a pair has to be said: the two "
-        "conventions in use are equal up to one permutation ({permuted:.0e}); mixed, they change scores by up to "
+        "conventions in use are equal up to one permutation (difference {permuted:.0e}); mixed, they change scores by "
+        "up to "
         "{mixed:.1f}.",
         "d 维的头旋转 d/2 对坐标，每对各有自己的 θ，而且必须说明哪两个坐标成一对：通行的两种约定只差一个固定的置换"
         "（误差 {permuted:.0e}），混用则会使得分改变多达 {mixed:.1f}。",

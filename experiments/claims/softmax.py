@@ -84,7 +84,7 @@ f06 = chapter.claim(
         "written is {rate05:.3f}, {rate1:.3f} and {rate2:.3f}: below 1 it is likelier than real text, and poorer.",
         "让一条马尔可夫链按不同温度书写：温度 0 时，它以 {cycle:.0f} 个符号为一圈循环。温度 0.5、1、2 时，"
         "每个符号在该链下的代价为 {cost05:.3f}、{cost1:.3f}、{cost2:.3f} nat，所写文本的熵率为 "
-        "{rate05:.3f}、{rate1:.3f}、{rate2:.3f}：低于 1 时文本比真实文本更可能，也更贫乏。",
+        "{rate05:.3f}、{rate1:.3f}、{rate2:.3f}：低于 1 时所写文本比真实文本概率更高，也更贫乏。",
     ),
     learned=Words(
         "Trained models at T = 0 repeat {repeat0:.0%} of their 4-grams, at 0.5 {repeat05:.0%}, at 1 {repeat1:.0%}; a "
