@@ -68,7 +68,8 @@ def printed_upside_down() -> Numbers:
         out, weights = jax.jit(lambda q, k, v, mask=mask: attend(q, k, v, mask, weights=True))(q, k, v)
         by_kind[name] = np.asarray(weights)[0, 0]
         off = np.abs(np.asarray(out)[0, :, 0] - by_loop(q, k, v, allowed)).max()
-        label = Words(f"max |Δoutput| to a loop over the {name} formula", f"与逐键循环（{name}）的 max |Δ输出|")
+        zh = {"printed": "照印出的公式", "causal": "因果"}[name]
+        label = Words(f"max |Δoutput| to a loop over the {name} formula", f"与逐键循环（{zh}）的 max |Δ输出|")
         yield at_most(f"loop_{name}", label, off, ROUNDING, "float32")
     inverted, causal = by_kind["printed"], by_kind["causal"]
     label = Words("largest weight of a later key, as printed", "照印出公式时后面键的最大权重")
@@ -149,7 +150,7 @@ d09 = chapter.claim(
         "A very small value close to minus infinity makes the weight of the future exactly zero.",
         "填入接近负无穷的极小值，未来的权重就完全变为 0。",
     ),
-    formula=r"e^{s_{ij} + c} = 0",
+    formula=r"\mathrm{fl}\big( e^{s_{ij} + c - \max_k s_{ik}} \big) = 0",
     finding=Words(
         "By underflow, and only against what the row may see. With −10⁴ added, a hidden key has the weight "
         "{hidden:.0f} where the one allowed score is −2·10⁴; with −10 it keeps {mild:.1e}. Under booleans it has "

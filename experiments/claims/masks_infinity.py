@@ -84,7 +84,7 @@ d02 = chapter.claim(
         "Where minus infinity is filled in, the weight is exactly zero, whatever the denominator may be.",
         "填入负无穷的位置，不论分母是多少，权重必为 0。",
     ),
-    formula=r"\frac{e^{-\infty}}{\sum_j e^{s_j}} = 0 \quad \text{if some } s_j > -\infty",
+    formula=r"\max_j s_j > -\infty \; \Rightarrow \; \frac{e^{-\infty}}{\sum_j e^{s_j}} = 0",
     finding=Words(
         "Only if the row keeps a key. One that sees none divides 0 by 0: {nan_float32:.0f} of its {keys:.0f} weights "
         "are NaN, in float32 as in bfloat16 and float16. Booleans give such a row the output 0.",
@@ -260,7 +260,7 @@ d06 = chapter.claim(
         "Code masks by writing −10⁹ into the scores that must not be seen.",
         "代码把不该看见的得分写成 −10⁹ 来实现掩码。",
     ),
-    formula=r"s_{ij} \leftarrow -10^9",
+    formula=r"s_{ij} \leftarrow -10^9 \quad (M_{ij} = 0)",
     finding=Words(
         "Equal to minus infinity while a row sees a key. A row that sees none becomes uniform: {float32:.3f} for each "
         "of three keys in float32, {bfloat16:.3f} in bfloat16. In float16 −10⁹ is itself −∞, and gives "

@@ -20,7 +20,7 @@ from transformer_jax import masks
 from transformer_jax.config import Config, Hyper
 from transformer_jax.ffn import FFN, ffn, init_ffn
 from transformer_jax.layers import Layer, Stack, apply_stack, init_stack
-from transformer_jax.norms import norm
+from transformer_jax.norms import init_norm, norm
 
 Through = Callable[[Layer, jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
 
@@ -118,12 +118,16 @@ def passes(config: Config) -> dict[int, Passed]:
 
 
 @functools.cache
-def nets(kind: str) -> Callable[[FFN], jax.Array]:
-    """A program: feed-forward nets of a kind, stacked [DEEP, …] -> ‖dL/dx‖ through all of them, for `rows`."""
+def nets(kind: str, normed: bool = False) -> Callable[[FFN], jax.Array]:
+    """A program: feed-forward nets of a kind, stacked [DEEP, …] -> ‖dL/dx‖ through all of them, for `rows`.
+
+    normed: each behind a LayerNorm.
+    """
     config, (x, g) = ONE_TOKEN.replace(ffn=kind), rows()
+    x = x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True)) if normed else x
 
     def forward(x: jax.Array, net: FFN) -> tuple[jax.Array, None]:
-        return ffn(net, x, config, Hyper()), None
+        return ffn(net, norm(init_norm(config), x, config) if normed else x, config, Hyper()), None
 
     def size(chain: FFN) -> jax.Array:
         slope = jax.vjp(lambda x: jax.lax.scan(forward, x, chain)[0], jnp.asarray(x))[1](jnp.asarray(g))[0]
@@ -132,16 +136,78 @@ def nets(kind: str) -> Callable[[FFN], jax.Array]:
     return jax.jit(size)
 
 
-def chain(kind: str, gain: float = 1.0) -> np.ndarray:
+def chain(kind: str, gain: float = 1.0, normed: bool = False) -> np.ndarray:
     """(‖dL/dx‖/‖dL/dy‖)^(1/DEEP) through DEEP of the library's feed-forward nets, no residual and no norm: [SEEDS].
 
-    gain: a factor on the first matrix of each.
+    gain: a factor on the first matrix of each. normed: with a norm before each.
     """
     config, norms = ONE_TOKEN.replace(ffn=kind), []
     for key in seeds():
         drawn = jax.vmap(lambda key: init_ffn(key, config))(jax.random.split(key, DEEP))
-        norms.append(float(nets(kind)(dataclasses.replace(drawn, w1_DF=gain * drawn.w1_DF))))
+        norms.append(float(nets(kind, normed)(dataclasses.replace(drawn, w1_DF=gain * drawn.w1_DF))))
     return (np.array(norms) / np.linalg.norm(rows()[1])) ** (1 / DEEP)
+
+
+NODES, MASS = np.polynomial.hermite_e.hermegauss(100)
+MASS = MASS / MASS.sum()
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    """1 / (1 + e^−x)."""
+    return 1 / (1 + np.exp(-x))
+
+
+def normal_cdf(x: np.ndarray) -> np.ndarray:
+    """Φ(x)."""
+    return np.array([0.5 * math.erfc(-one / math.sqrt(2)) for one in x])
+
+
+def density(x: np.ndarray) -> np.ndarray:
+    """φ(x)."""
+    return np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
+
+
+# f and its derivative.
+FUNCTIONS = {
+    "tanh": (np.tanh, lambda x: 1 / np.cosh(x) ** 2),
+    "relu": (lambda x: np.maximum(x, 0), lambda x: x > 0),
+    "gelu": (lambda x: x * normal_cdf(x), lambda x: normal_cdf(x) + x * density(x)),
+    "silu": (lambda x: x * sigmoid(x), lambda x: sigmoid(x) * (1 + x * (1 - sigmoid(x)))),
+}
+
+
+def moments(kind: str, q: float) -> tuple[float, float]:
+    """E f(√q z)² and E f'(√q z)² of a normal z."""
+    f, slope = FUNCTIONS[kind]
+    z = math.sqrt(q) * NODES
+    return float(MASS @ f(z) ** 2), float(MASS @ slope(z) ** 2)
+
+
+def expected_chain(kind: str) -> float:
+    """The factor a layer of `chain` in the limit of wide nets (Schoenholz et al. 2017)."""
+    q, log = 1.0, 0.0
+    for _ in range(DEEP):
+        q, chi = moments(kind, q)
+        log += math.log(chi)
+    return math.exp(log / 2 / DEEP)
+
+
+def tanh_chain() -> np.ndarray:
+    """As `chain`, of tanh, which the library does not have: float64 [SEEDS]."""
+    out, (x, g) = [], rows()
+    for seed in range(SEEDS):
+        draw = np.random.default_rng(seed)
+        y, slope, nets = x[:, 0].astype(np.float64), g[:, 0].astype(np.float64), []
+        for _ in range(DEEP):
+            a = draw.standard_normal((ONE_TOKEN.D, ONE_TOKEN.F)) / math.sqrt(ONE_TOKEN.D)
+            b = draw.standard_normal((ONE_TOKEN.F, ONE_TOKEN.D)) / math.sqrt(ONE_TOKEN.F)
+            hidden = np.tanh(y @ a)
+            nets.append((a, b, 1 - hidden**2))
+            y = hidden @ b
+        for a, b, bent in reversed(nets):
+            slope = (slope @ b.T * bent) @ a.T
+        out.append(np.linalg.norm(slope) / np.linalg.norm(g))
+    return np.array(out) ** (1 / DEEP)
 
 
 def foreseen(name: str, label: Words, values: np.ndarray, predicted: float, spread: float) -> Number:

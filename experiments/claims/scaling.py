@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.claims import scaling_trained
-from experiments.claims.record import Curves, Numbers, Verdict, Words, at_least, at_most, near, shown
+from experiments.claims.record import Curves, Numbers, Verdict, Words, at_least, at_most, near
 from experiments.claims.scaling_integrals import mean_entropy, of_top
 from experiments.claims.scaling_saturation import back, entropies, reference_weights
 from experiments.claims.scaling_variance import (
@@ -239,9 +239,9 @@ b22 = chapter.claim(
     formula=r"V D + L (4 D^2 + 3 D F + 2 D) + D",
     finding=Words(
         "The other sizes are not given. With a width of 512, SwiGLU of 1408 and 6,400 tied embeddings there are "
-        "{million:.2f} million; with 32,000 of them, {large:.2f}.",
-        "其余尺寸文中未给。取宽度 512、SwiGLU 1408、6400 个共享词向量时为 {myriads:.0f} 万；"
-        "词表改为 32000 则为 {large_myriads:.0f} 万。",
+        "{count:,.0f} parameters; with 32,000 of them, {large:,.0f}.",
+        "其余尺寸文中未给。取宽度 512、SwiGLU 1408、6400 个共享词向量时为 {count:万} 万；"
+        "词表改为 32000 则为 {large:万} 万。",
     ),
     uses=(preset, count_parameters),
 )
@@ -257,8 +257,5 @@ def parameters() -> Numbers:
     yield near("head", Words("d_k", "d_k"), config.H, 64, dtype="int64")
     yield near("layers", Words("layers", "层数"), config.L, 12, dtype="int64")
     large, V = count_parameters(config.replace(vocab_size=32_000)), 32_000
-    label = Words("millions with 32,000 embeddings", "词表 32000 时的百万数")
-    yield near("large", label, large / 1e6, (V * D + L * (4 * D * D + 3 * D * F + 2 * D) + D) / 1e6, 1e-9, "int64")
-    for name, of in (("myriads", count), ("large_myriads", large)):
-        label = Words("in ten thousands, as Chinese counts", "以万计")
-        yield shown(name, label, of / 1e4, "int64")
+    label = Words("parameters with 32,000 embeddings", "词表 32000 时的参数量")
+    yield near("large", label, large, V * D + L * (4 * D * D + 3 * D * F + 2 * D) + D, dtype="int64")
