@@ -238,7 +238,7 @@ def gradients() -> Numbers:
             label = Words("unscaled over scaled tenth percentile, 10 keys", "不缩放与缩放的第 10 百分位之比，10 个键")
             low = {name: np.percentile(size, 10) for name, size in sizes.items()}
             yield at_most("tail", label, low["off"] / low["on"], 0.1, "float32")
-    label = Words("max |Σ_j dL/dv_j − dL/dout|", "max |Σ_j dL/dv_j − dL/dout|")
+    label = Words("max |Σ_j dL/dv_j − g|", "max |Σ_j dL/dv_j − g|")
     yield at_most("values", label, worst, 1e-5, "float32")
     # Entries up to 100, sums of 64 to 256 terms.
     yield at_most("formula", Words("max |dL/dq − its formula|", "max |dL/dq − 公式|"), wrong, 2e-3, "float32")
