@@ -172,21 +172,6 @@ def test_the_integrals_of_two_weights_are_those_of_their_difference(sigma: float
     assert scaling_integrals.mean_entropy(2, sigma) == pytest.approx(np.sum(density * nats), abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("sentence", "fails"),
-    [
-        ("6/d = {x:.3f}", True),
-        ("6/d is about {x:.3f}", False),
-        ("{x:.3f} = 6/d", True),
-        ("{x:.1f}", False),
-        ("{y:.2f}", True),
-    ],
-)
-def test_a_misprint_is_seen(sentence: str, fails: bool) -> None:
-    label = Words("", "")
-    assert bool(misprinted(sentence, [near("x", label, 0.086, 0.094, 0.05), shown("y", label, 1e-3)])) is fails
-
-
 def of(measure: Callable[[], Numbers] | None, verdict: Verdict = Verdict.TRUE, finding: Words | None = None) -> Claim:
     claim = Chapter("Z", Words("", "")).claim("Z01", "S0 §1", verdict, Words("", ""), finding=finding)
     if measure:
@@ -235,22 +220,6 @@ def test_what_trains_waits_for_full_depth(tmp_path: Path) -> None:
     claim.measure = None
     trained = ledger.check(claim, ledger.FULL, tmp_path)
     assert (trained.status, trained.said[0].en, folders) == ("passed", "3", [tmp_path / "Z01"])
-
-
-def test_arithmetic_is_no_experiment(tmp_path: Path) -> None:
-    claim = of(lambda: [near("x", Words("", ""), 1.0, 1.0)], Verdict.EMPIRICAL)
-    one = ledger.check(claim, ledger.FULL, tmp_path)
-    assert (one.status, one.passed) == ("unverifiable", None)
-
-
-@pytest.mark.parametrize("verdict", list(Verdict))
-def test_what_is_not_simply_true_is_explained_at_once(
-    verdict: Verdict, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    claim = of(lambda: [near("x", Words("", ""), 1.0, 1.0)], verdict, Words("a counter-example", "反例"))
-    list(table.watch([claim], ledger.QUICK, tmp_path))
-    told = verdict in (Verdict.WRONG, Verdict.CONDITIONAL, Verdict.OVERCLAIM)
-    assert ("a counter-example" in capsys.readouterr().out) is told
 
 
 def test_a_caveat_is_shown_with_its_claim_and_other_warnings_go_on(tmp_path: Path) -> None:

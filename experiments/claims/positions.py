@@ -372,7 +372,7 @@ g16 = chapter.claim(
         "（可能的最小值为 {floor:.3f}）。把 4 到 8 个符号的行反转需要绝对位置，正确率为 {mirror_sinusoidal:.0%}，"
         "不加位置编码为 {mirror_none:.0%}。",
     ),
-    uses=(sinusoidal, rotation, forward),
+    uses=(embed, sinusoidal, rotation),
 )
 
 
