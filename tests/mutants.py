@@ -61,7 +61,7 @@ MUTANTS = (
     ),
     Planted(
         "a row that sees nothing divides by zero",
-        SCORES, "total = jnp.where(some, total, 1)", "total = total", ("D02",),
+        SCORES, "total = jnp.where(some | (total > 0), total, 1)", "total = total", ("D02",),
     ),
     Planted(
         "hidden scores are -10,000",
