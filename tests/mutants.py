@@ -61,7 +61,7 @@ MUTANTS = (
     ),
     Planted(
         "a row that sees nothing divides by zero",
-        SCORES, "total = jnp.where(some, total, 1)", "total = total", ("D02",),
+        SCORES, "total = jnp.where(some | (total > 0), total, 1)", "total = total", ("D02",),
     ),
     Planted(
         "hidden scores are -10,000",
@@ -79,6 +79,12 @@ MUTANTS = (
         "transformer_jax.masks",
         "return block.k_positions <= block.q_positions\n", "return block.k_positions < block.q_positions\n",
         ("D07",),
+    ),
+    Planted(
+        "causal is inverted",
+        "transformer_jax.masks",
+        "return block.k_positions <= block.q_positions\n", "return (block.k_positions >= block.q_positions)\n",
+        ("D03", "D07", "D10", "D11"),
     ),
     Planted(
         "the inverted mask is causal",
@@ -126,6 +132,12 @@ MUTANTS = (
         "transformer_jax.losses", "return _weighted(_kl(logp, logq), weights, temperature)",
         "return _weighted(_kl(logq, logp), weights, temperature)",
         ("E12", "E14", "E15"),
+    ),
+    Planted(
+        "a mean of token losses where their weighted sum belongs",
+        "transformer_jax.losses",
+        "return jnp.sum(jnp.where(counted, x * weights, 0.0))", "return jnp.mean(jnp.where(counted, x * weights, 0.0))",
+        ("E01", "E02", "E04"),
     ),
     Planted(
         "entropy is a mean over classes",

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -24,6 +25,7 @@ from experiments.claims import ledger, mapping, page, record, scaling_integrals,
 from experiments.claims.record import Caveat, Chapter, Claim, Numbers, Verdict, Words, at_least, at_most, near, shown
 from experiments.grid import Arm
 from experiments.sweep import Question
+from tests.claim_texts import misprinted, untranslated
 from tests.mutants import MUTANTS
 from transformer_jax.config import Config, Hyper
 from transformer_jax.errors import UserError
@@ -57,7 +59,9 @@ def test_a_record_is_whole_in_both_languages(claim: Claim) -> None:
     if claim.verdict in EXPLAINED:
         assert claim.finding or claim.learned, "a verdict of this kind says why"
     assert (claim.measure is None and claim.train is None) == (claim.verdict is Verdict.UNVERIFIABLE)
+    assert claim.uses or claim.measure or claim.verdict is Verdict.UNVERIFIABLE
     if claim.formula:
+        assert not re.search(r"\\text\{[^}]* [^}]*\}", claim.formula), "formulas are shared by both languages"
         made = page.mathml(claim.formula)
         assert "\\" not in re.sub(r"<[^>]*>", "", made), made
 
@@ -111,9 +115,22 @@ def test_a_quick_check_passes_and_calls_what_it_names(claim: Claim, tmp_path: Pa
         done.append(ledger.check(claim, ledger.QUICK, tmp_path))
 
     seen = executed(step)
-    assert done[0].status in ("passed", "at full depth"), done[0].error or [
+    assert done[0].status in ("passed", "at full depth", "unverifiable"), done[0].error or [
         table.said(n) for n in done[0].numbers if n.holds is False
     ]
+    assert (done[0].passed is None) == (claim.verdict is Verdict.EMPIRICAL), "arithmetic is no experiment"
+    names = [number.name for number in done[0].numbers]
+    assert len(set(names)) == len(names), "two numbers of one name"
+    for number in done[0].numbers:
+        assert not (left := untranslated(number.label.zh)), f"{number.name}: {left} in {number.label.zh}"
+    if claim.finding:
+        for sentence in claim.finding:
+            assert not (wrong := misprinted(sentence, done[0].numbers)), f"{wrong} in {sentence}"
+    if not claim.uses:
+        ran = {code.co_filename for code in seen}
+        assert not [name for name in ran if f"{os.sep}transformer_jax{os.sep}" in name], (
+            "which functions, it does not say"
+        )
     if any(not codes_of(use) & seen for use in claim.uses):
         assert claim.measure is not None
         forget(sys.modules[claim.measure.__module__])
@@ -197,6 +214,9 @@ def test_what_trains_waits_for_full_depth(tmp_path: Path) -> None:
     claim.quick(lambda: [near("x", Words("", ""), 1.0, 1.0)])
     arithmetic = ledger.check(claim, ledger.QUICK, tmp_path)
     assert (arithmetic.status, arithmetic.passed, folders) == ("at full depth", None, [])
+    both = ledger.check(claim, ledger.FULL, tmp_path)
+    assert [number["name"] for number in ledger.record(both)["numbers"]] == ["x", "trained_x"] and both.passed
+    folders.clear()
     claim.measure = None
     trained = ledger.check(claim, ledger.FULL, tmp_path)
     assert (trained.status, trained.said[0].en, folders) == ("passed", "3", [tmp_path / "Z01"])
@@ -339,8 +359,9 @@ def test_the_readmes_show_what_the_ledger_measures(tmp_path: Path) -> None:
         assert NUMBER.sub("#", shown) == NUMBER.sub("#", measured), f"{name}: run experiments.claims.surprising"
         for a, b in zip(NUMBER.findall(shown), NUMBER.findall(measured), strict=True):
             x, y = (float(one.rstrip(".").replace("−", "-")) for one in (a, b))
-            # Roundings differ between compilers and machines; what is measured does not.
-            assert x == pytest.approx(y, rel=0.1, abs=1e-4), (a, b)
+            # Roundings differ between compilers and machines, what is measured does not: of an error that is nothing
+            # but rounding, given by one digit, the size is what must agree.
+            assert x == pytest.approx(y, rel=0.1) or ("e" in a and max(x, y) < 1e-4 and x / 8 <= y <= 8 * x), (a, b)
 
 
 # --- mutants -------------------------------------------------------------------------

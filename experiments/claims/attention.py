@@ -217,7 +217,7 @@ h14 = chapter.claim(
         "no effect of padding or of the future, and in both layers K follows the encoder's last layer.",
         "Q 来自前一个子层，即同一层的自注意力：在第一层，改动第 0 个词元会使位置 3 的得分变动 {before:.2g}。"
         "其余都成立：得分为 T × S，真实的源词元全部可见，填充与未来毫无影响，"
-        "两个层的 K 都随编码器最后一层而变。",
+        "两层的 K 都随编码器最后一层而变。",
     ),
     uses=(init_transformer, forward, masks.cross),
 )

@@ -17,7 +17,7 @@ from experiments.claims.attention_loops import (
     normal,
     rounding,
 )
-from experiments.claims.record import Chapter, Numbers, Verdict, Words, at_least, at_most, near
+from experiments.claims.record import Chapter, Numbers, Verdict, Words, at_most, near
 from transformer_jax import masks
 from transformer_jax.attention import attend, attention, init_attention, keys_values
 from transformer_jax.config import Config, Hyper
@@ -236,7 +236,14 @@ def distributions() -> Numbers:
     error, size = 20 * ROUND, float(np.max(np.abs(v)))  # nine powers and their sum; a mean of nine values
     off = np.max(np.abs(weights.sum(axis=-1) - 1))
     yield at_most("sum", Words("max |Σ_j a_ij − 1|", "max |Σ_j a_ij − 1|"), off, error, F32)
-    yield at_least("least", Words("smallest weight", "最小权重"), weights.min(), 0.0, F32)
+    scores = np.einsum("btnh,bsnh->bnts", *(x.astype(np.float64) for x in (q, k))) / math.sqrt(5)
+    powers = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    least = np.min(powers / powers.sum(axis=-1, keepdims=True))
+    # A score errs by five roundings of its size, a weight by as much of itself.
+    slack = 10 * ROUND * float(np.max(np.abs(scores)))
+    yield near(
+        "least", Words("smallest weight over its formula", "最小权重与公式值之比"), weights.min() / least, 1, slack, F32
+    )
     want = np.einsum("bnts,bsnh->btnh", weights, v)
     yield at_most("gap", Words("max |output − AV|", "max |输出 − AV|"), gap(out, want), error * size, F32)
     outside = np.maximum(v.min(axis=1, keepdims=True) - out, out - v.max(axis=1, keepdims=True)).max()

@@ -77,7 +77,8 @@ def width_question() -> Question:
 
 def widths(folder: Path) -> Numbers:
     """H13: d_ff = 4d against a net of one unit, against d_ff = d, and against as many weights in more layers."""
-    found, _ = trained(width_question(), SEEDS, folder)
+    texts = {name: Words(f"d_ff = {F}, L = {L}", f"d_ff = {F}，L = {L}") for name, (F, L) in WIDTHS.items()}
+    found, _ = trained(width_question(), SEEDS, folder, names=texts)
     label = Words("d_ff = 4d less d_ff = 1, nats", "d_ff = 4d 减 d_ff = 1（nat）")
     yield from lower_arm("net", label, found, "wide", "none")
     label = Words("d_ff = 4d less d_ff = d, mean", "d_ff = 4d 减 d_ff = d，均值")
@@ -91,6 +92,7 @@ def widths(folder: Path) -> Numbers:
 # --- H15 -----------------------------------------------------------------------------
 
 TASKS = ("copy", "reverse")
+TASK_NAMES = {"copy": Words("copying", "复制"), "reverse": Words("reversing", "反转")}
 RIGHT = 0.99  # part of the tokens that a run must write right to be one that can
 BATCHES = 8  # of 16 rows
 
@@ -145,7 +147,7 @@ def alignment(folder: Path) -> Numbers:
 
     The last is shown, not judged: at high rates single runs write every token right and align little.
     """
-    found, outcome = trained(alignment_question(), SEEDS, folder)
+    found, outcome = trained(alignment_question(), SEEDS, folder, names=TASK_NAMES)
     made = models.models(folder)
     yield shown("right", Words("tokens right of a run that can", "“学会”的最低正确率"), RIGHT)
     for i, task in enumerate(TASKS):
@@ -154,12 +156,14 @@ def alignment(folder: Path) -> Numbers:
         best = [hit for run, hit in hits.items() if run.learning_rate == rate]
         label = Words(
             f"{task}: aligned tokens, best head, median of {SEEDS} seeds",
-            f"{task}：最佳头的对齐率（{SEEDS} 个种子的中位数）",
+            f"{TASK_NAMES[task].zh}：最佳头的对齐率（{SEEDS} 个种子的中位数）",
         )
         yield at_least(task, label, np.median(best), 0.95, F32)
         ends = {run: outcome.of(i, run.learning_rate)[run.seed].final("report_accuracy") for run in hits}
         able = [hit for run, hit in hits.items() if (ends[run] or 0.0) >= RIGHT]
-        label = Words(f"{task}: aligned tokens, least of the runs that can", f"{task}：对齐率，学会的运行中最低")
+        label = Words(
+            f"{task}: aligned tokens, least of the runs that can", f"{TASK_NAMES[task].zh}：对齐率，学会的运行中最低"
+        )
         yield shown(f"{task}_least", label, min(able, default=float("nan")), F32)
-        label = Words(f"{task}: accuracy of the next token", f"{task}：下一词元的正确率")
+        label = Words(f"{task}: accuracy of the next token", f"{TASK_NAMES[task].zh}：下一词元的正确率")
         yield shown(f"{task}_accuracy", label, mean(arms(found)[task], "report_accuracy"), F32)

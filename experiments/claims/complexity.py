@@ -78,7 +78,8 @@ i06 = chapter.claim(
         "Sparse and linear attention approximate attention in n log n or n.",
         "稀疏注意力和线性注意力以 O(n log n) 或 O(n) 的代价近似注意力。",
     ),
-    formula=r"\frac{\sum_j \phi(q_i) \cdot \phi(k_j)\, v_j}{\sum_j \phi(q_i) \cdot \phi(k_j)}",
+    formula=r"\frac{\sum_{j \le i} \phi(q_i / \sqrt{d_k}) \cdot \phi(k_j)\, v_j}"
+    r"{\sum_{j \le i} \phi(q_i / \sqrt{d_k}) \cdot \phi(k_j)}, \quad \phi(x) = \mathrm{elu}(x) + 1",
     finding=Words(
         "What falls is the cost (exponent {exponent:.2f}); what comes out is another function. On random inputs linear "
         "attention is {linear:.0%} of the output's norm away from softmax, a window of 16 of 64 tokens {sparse:.0%}.",
@@ -126,10 +127,11 @@ i07 = chapter.claim(
         "序列达到数万至数十万个词元时，普通注意力一下子就占满 GPU 显存；有了 FlashAttention 才有 GPT-4。",
     ),
     finding=Words(
-        "Counted, not run: a layer of 8 heads of 64 in float32 needs {short:.1f} GiB at 10⁴ tokens, which many cards "
+        "Nothing of it is run here. Counted, a layer of 8 heads of 64 in float32 needs {short:.1f} GiB at 10⁴ tokens, "
+        "which many cards "
         "have, and {long:.0f} GiB at 10⁵, which none has; blockwise {flash:.2f} GiB. What GPT-4 needed, no code can "
         "tell.",
-        "此处是计数而非实测：float32 下一层 8 个 64 维的头在 10⁴ 个词元时需 {short:.1f} GiB，许多显卡都有；"
+        "此处不做实测，只是计数：float32 下一层 8 个 64 维的头在 10⁴ 个词元时需 {short:.1f} GiB，许多显卡都有；"
         "10⁵ 个时需 {long:.0f} GiB，没有显卡能容纳；分块实现只需 {flash:.2f} GiB。GPT-4 依赖什么，代码无从判断。",
     ),
     uses=(measure, attend),

@@ -52,7 +52,7 @@ i01 = chapter.claim(
     Words(
         "Self-attention takes time n²d and memory quadratic in n.", "自注意力的时间复杂度为 n²d，内存随 n 呈平方增长。"
     ),
-    formula=r"2 n^2 d + 4 n d^2 + 8 n d^2 \quad (\text{multiply-adds of a layer})",
+    formula=r"2 n^2 d + 4 n d^2 + 8 n d^2",
     finding=Words(
         "Of the core alone, QKᵀ and AV, whose exponent is {core:.2f}. A layer has projections and a feed-forward net "
         "as well, 12nd² multiply-adds against 2n²d: with d = {width:.0f} they are equal at n = 6d exactly, and from "
@@ -108,7 +108,7 @@ i02 = chapter.claim(
         "The number of pairs that attention scores is C(n, 2), about n(n − 1)/2.",
         "注意力要计算的配对数是 C(n, 2)，约为 n(n − 1)/2。",
     ),
-    formula=r"n^2 \quad \text{or, causal,} \quad \frac{n(n + 1)}{2}",
+    formula=r"n^2, \quad \sum_{i=1}^n i = \frac{n(n + 1)}{2}",
     finding=Words(
         "The sentence before rightly says about n². Pairs are ordered and a token meets itself: {full:,.0f} for "
         "n = 1024, {causal:,.0f} of them causal, against "
@@ -148,8 +148,9 @@ i03 = chapter.claim(
         "A causal window has {pairs:.0f} pairs for n = 1024, w = 128, not {product:.0f}; and only a kernel that leaves "
         "the others out saves anything. Masked dense attention costs as much as without a mask (exponent "
         "{masked:.2f}); banded attention has exponent {banded:.2f} and the same result (within {gap:.0e}).",
-        "n = 1024、w = 128 的因果窗口有 {pairs:.0f} 对，而不是 {product:.0f} 对；而且只有真正跳过其余配对的实现才省钱。"
-        "带掩码的稠密注意力与不带掩码一样贵（指数 {masked:.2f}）；带状实现的指数为 {banded:.2f}，结果相同"
+        "n = 1024、w = 128 的因果窗口有 {pairs:.0f} 对，而不是 {product:.0f} 对；"
+        "而且只有真正跳过其余配对的实现才节省计算。"
+        "带掩码的稠密注意力与不带掩码的计算量相同（指数 {masked:.2f}）；带状实现的指数为 {banded:.2f}，结果相同"
         "（误差 {gap:.0e}）。",
     ),
     uses=(masks.window, Mask.pairs, measure, slope, attend),

@@ -128,7 +128,10 @@ def runs(name: str, seeds: int = SEEDS, steps: int = STEPS) -> dict[str, Any]:
 
 def chosen(name: str, found: Mapping[str, Any]) -> list[list[float]]:
     """Accuracy of an arm by n and seed, at its own best rate: chosen on one split, reported on the other."""
-    best = best_rate(name, dict(zip(RATES, found["loss"], strict=True)))
+    best = best_rate(
+        {"attention": Words("attention", "注意力"), "gru": Words("GRU", "GRU")}[name],
+        dict(zip(RATES, found["loss"], strict=True)),
+    )
     return np.asarray(found["accuracy"])[RATES.index(best)].T.tolist()
 
 

@@ -69,7 +69,7 @@ e02 = chapter.claim(
         "Thousands of probabilities multiply to something like 10⁻⁵⁰⁰, which a float stores as zero.",
         "几千个概率连乘会小到 10⁻⁵⁰⁰，浮点数只能存成 0。",
     ),
-    formula=r"10^{-500} = 0",
+    formula=r"\mathrm{fl}(10^{-500}) = 0",
     uses=(cross_entropy, perplexity),
 )
 
@@ -134,7 +134,7 @@ e04 = chapter.claim(
         "With a token before the first, and one-hot targets. Shifting alone drops P(w₁): probabilities of all texts "
         "over {classes:.0f} ids then sum to {dropped:.3f}, with a start token to {whole:.3f}. Label smoothing of 0.1 "
         "adds {smoothed:.2f} nats a token, and a mean is a sum over {count:.0f} tokens divided by their number.",
-        "前提是首词元之前另有起始词元，且目标为one-hot分布。只错位会丢掉 P(w₁)：{classes:.0f} 个词元时，"
+        "前提是首词元之前另有起始词元，且目标为 one-hot 分布。只错位会丢掉 P(w₁)：{classes:.0f} 个词元时，"
         "所有文本的概率之和变成 {dropped:.3f}，有起始词元才是 {whole:.3f}。"
         "标签平滑 0.1 使每词元多出 {smoothed:.2f} nat；取平均则还要除以词元数 {count:.0f}。",
     ),

@@ -111,15 +111,21 @@ def asked(config: Config, seeds: int, folder: Path) -> Scores:
     return found
 
 
+def judged_by(by: str, metric: str) -> Words:
+    """What a caveat says of students taught in a direction and judged by the other or the same."""
+    zh = {"forward": "正向 KL", "reverse": "反向 KL", "jensen_shannon": "JS 散度"}
+    return Words(f"{by} → {metric}", f"按{zh[by]}训练，以{zh[metric]}衡量")
+
+
 def chosen(by: str, scores: Mapping[str, list[list[float]]], metric: str) -> list[float]:
     """A metric of the report split by seed, at the rate that is best for it on the selection split."""
-    best = best_rate(f"{by} → {metric}", dict(zip(RATES, scores[f"selection_{metric}"], strict=True)))
+    best = best_rate(judged_by(by, metric), dict(zip(RATES, scores[f"selection_{metric}"], strict=True)))
     return scores[f"report_{metric}"][RATES.index(best)]
 
 
 def narrow(by: str, scores: Mapping[str, list[list[float]]]) -> list[float]:
     """The students' entropy by seed, at the rate that is best for KL(teacher‖student)."""
-    best = best_rate(f"{by} → forward", dict(zip(RATES, scores["selection_forward"], strict=True)))
+    best = best_rate(judged_by(by, "forward"), dict(zip(RATES, scores["selection_forward"], strict=True)))
     return scores["report_entropy"][RATES.index(best)]
 
 

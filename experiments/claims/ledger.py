@@ -39,23 +39,23 @@ class Checked:
     def passed(self) -> bool | None:
         """None: nothing was judged, as no code can, or as only --depth=full does.
 
-        Arithmetic alone does not make an empirical claim pass whose training was not run.
+        Arithmetic alone does not make an empirical claim pass whose experiment was not run, or is none of ours.
         """
         if self.error:
             return False
         judged = [number.holds for number in self.numbers if number.holds is not None]
         if not judged:
             return False if self.ran else None
-        waits = self.claim.verdict is Verdict.EMPIRICAL and self.claim.train is not None and not self.trained
+        waits = self.claim.verdict is Verdict.EMPIRICAL and not self.trained
         return None if all(judged) and waits else all(judged)
 
     @property
     def status(self) -> str:
-        """passed, failed, broken, unverifiable, or "at full depth" for one that only training can tell."""
+        """passed, failed, broken, "at full depth" if only training can tell, unverifiable if no code can."""
         if self.error:
             return "broken"
         if self.passed is None:
-            return "unverifiable" if self.claim.verdict is Verdict.UNVERIFIABLE else "at full depth"
+            return "unverifiable" if self.claim.train is None else "at full depth"
         return "passed" if self.passed else "failed"
 
     @property
@@ -78,7 +78,11 @@ def check(claim: Claim, depth: str, folder: Path) -> Checked:
             for measure, sentence in steps:
                 found = list(measure())
                 mine = [one for one in found if isinstance(one, Number)]
-                numbers += mine
+                numbers += (
+                    mine
+                    if measure is claim.measure
+                    else [dataclasses.replace(n, name=of_training(n.name)) for n in mine]
+                )
                 curves += [one for one in found if isinstance(one, Curves)]
                 if sentence:
                     said.append(fill(sentence, mine))
@@ -91,6 +95,11 @@ def check(claim: Claim, depth: str, folder: Path) -> Checked:
     return Checked(
         claim, tuple(numbers), tuple(curves), tuple(said), tuple(caveats), error, seconds, bool(steps), trained
     )
+
+
+def of_training(name: str) -> str:
+    """A name that no number of the quick check has."""
+    return name if name.startswith("trained_") else f"trained_{name}"
 
 
 @contextlib.contextmanager

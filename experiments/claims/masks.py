@@ -50,9 +50,9 @@ d07 = chapter.claim(
     ),
     learned=Words(
         "Trained on text, the printed mask shows a loss of {seen_inverted:.2f} nats a token where causal shows "
-        "{seen_causal:.2f}; asked without the future it is worth {honest_inverted:.2f} against {honest_causal:.2f}.",
+        "{seen_causal:.2f}; asked without the future its loss is {honest_inverted:.2f} against {honest_causal:.2f}.",
         "在文本上训练，照印出的掩码看到的损失是每词元 {seen_inverted:.2f} nat，因果掩码是 {seen_causal:.2f}；"
-        "拿走未来再问，前者值 {honest_inverted:.2f}，后者 {honest_causal:.2f}。",
+        "不许看未来时，前者的损失为 {honest_inverted:.2f}，后者为 {honest_causal:.2f}。",
     ),
     uses=(attend, masks.inverted, masks.causal),
 )
@@ -68,7 +68,8 @@ def printed_upside_down() -> Numbers:
         out, weights = jax.jit(lambda q, k, v, mask=mask: attend(q, k, v, mask, weights=True))(q, k, v)
         by_kind[name] = np.asarray(weights)[0, 0]
         off = np.abs(np.asarray(out)[0, :, 0] - by_loop(q, k, v, allowed)).max()
-        label = Words(f"max |Δoutput| to a loop over the {name} formula", f"与逐键循环（{name}）的 max |Δ输出|")
+        zh = {"printed": "照印出的公式", "causal": "因果"}[name]
+        label = Words(f"max |Δoutput| to a loop over the {name} formula", f"与逐键循环（{zh}）的 max |Δ输出|")
         yield at_most(f"loop_{name}", label, off, ROUNDING, "float32")
     inverted, causal = by_kind["printed"], by_kind["causal"]
     label = Words("largest weight of a later key, as printed", "照印出公式时后面键的最大权重")
@@ -149,7 +150,7 @@ d09 = chapter.claim(
         "A very small value close to minus infinity makes the weight of the future exactly zero.",
         "填入接近负无穷的极小值，未来的权重就完全变为 0。",
     ),
-    formula=r"e^{s_{ij} + c} = 0",
+    formula=r"\mathrm{fl}\big( e^{s_{ij} + c - \max_k s_{ik}} \big) = 0",
     finding=Words(
         "By underflow, and only against what the row may see. With −10⁴ added, a hidden key has the weight "
         "{hidden:.0f} where the one allowed score is −2·10⁴; with −10 it keeps {mild:.1e}. Under booleans it has "

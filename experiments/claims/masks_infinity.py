@@ -1,5 +1,6 @@
 """Chapter D, its first part: minus infinity and its stand-ins (S0 and S3 §4.2, S1 §7.2, S2 §10)."""
 
+import itertools
 import math
 from typing import Any
 
@@ -17,6 +18,7 @@ from experiments.claims.masks_probes import (
     filled,
     gap_weights,
     ids,
+    logit_slopes,
     model_weights,
     moved_by_company,
     moved_by_the_last,
@@ -27,8 +29,9 @@ from experiments.claims.record import Chapter, Numbers, Verdict, Words, at_least
 from transformer_jax import masks
 from transformer_jax.attention import attend
 from transformer_jax.batch import Batch
-from transformer_jax.config import Config, Hyper
-from transformer_jax.dependencies import Pattern, leaks, measured, silent
+from transformer_jax.config import NORMS, PLACEMENTS, POSITIONS, Config, Hyper
+from transformer_jax.dependencies import Pattern, leaks, silent
+from transformer_jax.encoder_decoder import hidden, logits_of
 from transformer_jax.losses import cross_entropy
 from transformer_jax.moe import moe
 from transformer_jax.scores import Scoring, attention_scores, masked_softmax, weights_of
@@ -81,7 +84,7 @@ d02 = chapter.claim(
         "Where minus infinity is filled in, the weight is exactly zero, whatever the denominator may be.",
         "填入负无穷的位置，不论分母是多少，权重必为 0。",
     ),
-    formula=r"\frac{e^{-\infty}}{\sum_j e^{s_j}} = 0",
+    formula=r"\max_j s_j > -\infty \; \Rightarrow \; \frac{e^{-\infty}}{\sum_j e^{s_j}} = 0",
     finding=Words(
         "Only if the row keeps a key. One that sees none divides 0 by 0: {nan_float32:.0f} of its {keys:.0f} weights "
         "are NaN, in float32 as in bfloat16 and float16. Booleans give such a row the output 0.",
@@ -121,34 +124,62 @@ d03 = chapter.claim(
         "Minus infinity in the mask is an airtight mathematical guarantee that nothing of the future leaks.",
         "掩码中的负无穷在数学上滴水不漏，保证未来信息绝不泄露。",
     ),
-    formula=r"\frac{\partial h_i}{\partial x_j} = 0 \quad (j > i)",
+    formula=r"\frac{\partial\, \mathrm{logits}_i}{\partial x_j} = 0 \quad (j > i)",
     finding=Words(
-        "Of attention alone. The whole model here leaks nothing either ({pairs:.0f} derivatives by later inputs are "
-        "not 0), but no mask stops what goes around it. Where positions are normalised together before causal "
+        "Of attention alone. The whole model leaks nothing either ({pairs:.0f} of {later:.0f} derivatives by later "
+        "inputs are not 0, over {models:.0f} models, in which each causal mask meets each kind of position and each "
+        "placement of norms), but no mask stops what goes around it. Where positions are normalised together before "
+        "causal "
         "attention, changing the last token moves earlier outputs by {norm:.2g}. Targets that were not shifted cost "
         "{unshifted:.0f} nats of text where chance costs {chance:.2f}. Experts with a capacity move an earlier output "
         "by {experts:.2g} once later tokens come, although no derivative says so.",
-        "只对注意力这一条路成立。此处的整个模型也确实不泄露（对后续输入不为 0 的导数有 {pairs:.0f} 个），"
+        "只对注意力这一条路成立。整个模型也确实不泄露（{models:.0f} 个模型涵盖各种因果掩码、"
+        "位置编码与归一化位置的两两组合，"
+        "logits 对后续输入的 {later:.0f} 个导数里不为 0 的有 {pairs:.0f} 个），"
         "但绕过掩码的通路它管不着：因果注意力之前若把各位置放在一起归一化，改动最后一个词元，"
         "前面的输出就变动 {norm:.2g}；"
         "目标忘了移位，损失只有 {unshifted:.0f} nat，而瞎猜为 {chance:.2f}；"
         "有容量上限的专家层在后面添上词元时，前面的输出变动 {experts:.2g}，任何导数都看不出来。",
     ),
-    uses=(measured, leaks, silent, attend, masks.causal, cross_entropy, moe),
+    uses=(hidden, logits_of, leaks, silent, attend, masks.causal, masks.window, masks.block_sparse, cross_entropy, moe),
 )
+# The masks of a decoder that are causal (`prefix` is not, and two are for ablations).
+CAUSAL = ("causal", "window", "block_sparse")
 
 
 @d03.quick
 def around_the_mask() -> Numbers:
-    config = Config(vocab_size=7, d_model=4, num_heads=1, num_layers=2, d_ff=4)
-    row = ids(1, 4, V=7)
-    batch = Batch(row, row, jnp.ones((1, 4)))
-    slopes = jax.jit(measured, static_argnums=1)(model_weights(config), config, Hyper(), batch)
-    causal = Pattern(jnp.asarray(np.tri(4, dtype=bool))[None], None, jnp.ones((1, 1), bool))
-    label = Words("derivatives ∂h_i/∂x_j ≠ 0 with j > i, of 6", "j > i 的 6 个导数 ∂h_i/∂x_j 中不为 0 者")
-    yield near("pairs", label, leaks(slopes, causal).count, 0, dtype="float32")
-    label = Words("… = 0 with j ≤ i, of 10", "j ≤ i 的 10 个导数中为 0 者")
-    yield near("silent", label, silent(slopes, causal).count, 0, dtype="float32")
+    n, row = 5, ids(1, 5, V=3)
+    batch, one = Batch(row, row, jnp.ones((1, n))), jnp.ones((1, 1), bool)
+    # Keys that a query may see in one layer: all before it, the last two; blocks of two, the one before and the first.
+    i, j = np.indices((n, n))
+    sight = {
+        "causal": j <= i,
+        "window": (j <= i) & (j > i - 2),
+        "block_sparse": (j <= i) & ((i // 2 - j // 2 < 2) | (j < 2)),
+    }
+    leaking = mute = asked = 0
+    # Each pair of a mask, a kind of position and a placement: all triples would take three times as long.
+    kinds = list(itertools.product(range(len(POSITIONS)), range(len(PLACEMENTS))))
+    for p, q in kinds:
+        mask, positions, placement = CAUSAL[(p + q) % 3], POSITIONS[p], PLACEMENTS[q]
+        config = Config(
+            vocab_size=3, d_model=4, num_heads=2, num_layers=2, d_ff=4, seq_len=n, max_positions=8, block_size=2,
+            mask=mask, positions=positions, norm_placement=placement, norm=NORMS[p % 2],
+        )  # fmt: skip
+        slopes = Pattern(
+            jnp.asarray(logit_slopes(model_weights(config), config, Hyper(window=2), batch))[None], None, one
+        )
+        twice = np.linalg.matrix_power(sight[mask].astype(int), 2) > 0
+        leaking += leaks(slopes, Pattern(jnp.asarray(j <= i)[None], None, one)).count
+        mute += silent(slopes, Pattern(jnp.asarray(twice)[None], None, one)).count
+        asked += int(twice.sum())
+    yield shown("models", Words("models", "模型数"), len(kinds), "int64")
+    label = Words("derivatives ∂logits_i/∂x_j with j > i", "j > i 的导数 ∂logits_i/∂x_j 的个数")
+    yield shown("later", label, len(kinds) * n * (n - 1) // 2, "int64")
+    yield near("pairs", Words("… that are not 0", "其中不为 0 者"), leaking, 0, dtype="float32")
+    label = Words(f"… = 0 where the mask allows one, of {asked}", f"掩码允许的 {asked} 个导数中为 0 者")
+    yield near("silent", label, mute, 0, dtype="float32")
     alone, together = moved_by_the_last()
     label = Words("max |Δ earlier output|, each position normalised alone", "逐位置归一化时前面输出的 max |Δ|")
     yield near("alone", label, alone, 0.0, dtype="float32")
@@ -229,7 +260,7 @@ d06 = chapter.claim(
         "Code masks by writing −10⁹ into the scores that must not be seen.",
         "代码把不该看见的得分写成 −10⁹ 来实现掩码。",
     ),
-    formula=r"s_{ij} \leftarrow -10^9",
+    formula=r"s_{ij} \leftarrow -10^9 \quad (M_{ij} = 0)",
     finding=Words(
         "Equal to minus infinity while a row sees a key. A row that sees none becomes uniform: {float32:.3f} for each "
         "of three keys in float32, {bfloat16:.3f} in bfloat16. In float16 −10⁹ is itself −∞, and gives "

@@ -8,8 +8,9 @@ import numpy as np
 
 from transformer_jax import masks
 from transformer_jax.attention import attend
+from transformer_jax.batch import Batch
 from transformer_jax.config import Config, Hyper
-from transformer_jax.encoder_decoder import init_transformer
+from transformer_jax.encoder_decoder import Nudge, hidden, init_transformer, logits_of
 from transformer_jax.losses import cross_entropy
 from transformer_jax.moe import MoE, moe
 from transformer_jax.scores import Scoring, attention_scores, masked_softmax, weights_of
@@ -63,6 +64,23 @@ def model_weights(config: Config) -> Any:
 def ids(*shape: int, V: int, seed: int = 0) -> jax.Array:
     """Uniform ids below V, int32."""
     return jnp.asarray(np.random.default_rng(seed).integers(0, V, shape), jnp.int32)
+
+
+def logit_slopes(params: Any, config: Config, hyper: Hyper, batch: Batch) -> np.ndarray:
+    """max |d logits_i / d embedding_j| of one row of ids, float32 [T, T], with what enters the first layer as input.
+
+    Operation by operation: of so many small models, programs take longer to compile than to run.
+    """
+    T = batch.tokens_BT.shape[1]
+
+    def logits(x: jax.Array) -> jax.Array:
+        out, _ = hidden(params, config, hyper, batch, nudge=Nudge(x))
+        return logits_of(params, config, hyper, out)
+
+    zero, ways = jnp.zeros((1, T, config.D)), np.eye(T * config.D, dtype=np.float32).reshape(-1, 1, T, config.D)
+    with jax.disable_jit():
+        slopes = jax.vmap(lambda way: jax.jvp(logits, (zero,), (way,))[1])(jnp.asarray(ways))
+    return np.abs(np.asarray(slopes)).reshape(T, config.D, T, -1).max(axis=(1, 3)).T
 
 
 LETTERS, ROWS, WIDTH = 8, 64, 16

@@ -26,14 +26,15 @@ CHEATING = Question(
 
 def cheating(folder: Path) -> Numbers:
     """The loss that each mask shows under teacher forcing, and the honest one: asked without what comes later."""
-    by_name = arms(trained(CHEATING, SEEDS, folder)[0])
+    names = {"causal": Words("causal", "因果掩码"), "inverted": Words("inverted", "写反的掩码")}
+    by_name = arms(trained(CHEATING, SEEDS, folder, names=names)[0])
     causal, inverted = by_name["causal"], by_name["inverted"]
     metrics = {"seen": "report_seen_loss", "honest": "report_honest_loss"}
     label = Words("loss shown, inverted − causal", "掩码下的损失，写反 − 因果")
     yield from lower("cheats", label, per_seed(inverted, metrics["seen"]), per_seed(causal, metrics["seen"]))
-    label = Words("honest loss, causal − inverted", "拿走未来后的损失，因果 − 写反")
+    label = Words("honest loss, causal − inverted", "不许看未来时的损失，因果 − 写反")
     yield from lower("worth", label, per_seed(causal, metrics["honest"]), per_seed(inverted, metrics["honest"]))
-    for loss, en, zh in (("seen", "loss shown", "掩码下的损失"), ("honest", "honest loss", "拿走未来后的损失")):
+    for loss, en, zh in (("seen", "loss shown", "掩码下的损失"), ("honest", "honest loss", "不许看未来时的损失")):
         for name, arm, kind in (("causal", causal, "因果"), ("inverted", inverted, "写反")):
             label = Words(f"{en}, {name}, nats a token", f"{zh}（{kind}），每词元 nat")
             yield shown(f"{loss}_{name}", label, mean(arm, metrics[loss]), "float32")

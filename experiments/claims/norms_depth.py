@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from transformer_jax import masks
 from transformer_jax.config import Config, Hyper
 from transformer_jax.ffn import FFN, ffn, init_ffn
 from transformer_jax.layers import Layer, Stack, apply_stack, init_stack
-from transformer_jax.norms import norm
+from transformer_jax.norms import init_norm, norm
 
 Through = Callable[[Layer, jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
 
@@ -27,6 +28,7 @@ DEPTHS = (1, 2, 4, 6, 12, 24)
 DEEP = DEPTHS[-1]
 SEEDS = 6
 ADDED = 1.5  # variance that a layer adds to a unit stream
+ROWS = 32
 ONE_TOKEN = Config(d_model=64, num_heads=1, d_ff=128, ffn="relu", positions="none")
 
 
@@ -46,7 +48,7 @@ class Passed:
     squares: np.ndarray
 
 
-def rows(count: int = 32) -> tuple[np.ndarray, np.ndarray]:
+def rows(count: int = ROWS) -> tuple[np.ndarray, np.ndarray]:
     """An input and a gradient of unit normals, [count, 1, D] each."""
     x, g = np.random.default_rng(0).standard_normal((2, count, 1, ONE_TOKEN.D), dtype=np.float32)
     return x, g
@@ -116,12 +118,16 @@ def passes(config: Config) -> dict[int, Passed]:
 
 
 @functools.cache
-def nets(kind: str) -> Callable[[FFN], jax.Array]:
-    """A program: feed-forward nets of a kind, stacked [DEEP, …] -> ‖dL/dx‖ through all of them, for `rows`."""
+def nets(kind: str, normed: bool = False) -> Callable[[FFN], jax.Array]:
+    """A program: feed-forward nets of a kind, stacked [DEEP, …] -> ‖dL/dx‖ through all of them, for `rows`.
+
+    normed: each behind a LayerNorm.
+    """
     config, (x, g) = ONE_TOKEN.replace(ffn=kind), rows()
+    x = x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True)) if normed else x
 
     def forward(x: jax.Array, net: FFN) -> tuple[jax.Array, None]:
-        return ffn(net, x, config, Hyper()), None
+        return ffn(net, norm(init_norm(config), x, config) if normed else x, config, Hyper()), None
 
     def size(chain: FFN) -> jax.Array:
         slope = jax.vjp(lambda x: jax.lax.scan(forward, x, chain)[0], jnp.asarray(x))[1](jnp.asarray(g))[0]
@@ -130,19 +136,137 @@ def nets(kind: str) -> Callable[[FFN], jax.Array]:
     return jax.jit(size)
 
 
-def chain(kind: str, gain: float = 1.0) -> np.ndarray:
+def chain(kind: str, gain: float = 1.0, normed: bool = False) -> np.ndarray:
     """(‖dL/dx‖/‖dL/dy‖)^(1/DEEP) through DEEP of the library's feed-forward nets, no residual and no norm: [SEEDS].
 
-    gain: a factor on the first matrix of each.
+    gain: a factor on the first matrix of each. normed: with a norm before each.
     """
     config, norms = ONE_TOKEN.replace(ffn=kind), []
     for key in seeds():
         drawn = jax.vmap(lambda key: init_ffn(key, config))(jax.random.split(key, DEEP))
-        norms.append(float(nets(kind)(dataclasses.replace(drawn, w1_DF=gain * drawn.w1_DF))))
+        norms.append(float(nets(kind, normed)(dataclasses.replace(drawn, w1_DF=gain * drawn.w1_DF))))
     return (np.array(norms) / np.linalg.norm(rows()[1])) ** (1 / DEEP)
 
 
-def foreseen(name: str, label: Words, values: np.ndarray, predicted: float) -> Number:
-    """The mean over seeds, within five standard errors, and 4/D of it, of what is predicted."""
-    error = 5 * float(np.nan_to_num(np.std(values, ddof=1))) / math.sqrt(len(values))
-    return near(name, label, np.mean(values), predicted, error + 4 / ONE_TOKEN.D * abs(predicted), "float32")
+NODES, MASS = np.polynomial.hermite_e.hermegauss(100)
+MASS = MASS / MASS.sum()
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    """1 / (1 + e^−x)."""
+    return 1 / (1 + np.exp(-x))
+
+
+def normal_cdf(x: np.ndarray) -> np.ndarray:
+    """Φ(x)."""
+    return np.array([0.5 * math.erfc(-one / math.sqrt(2)) for one in x])
+
+
+def density(x: np.ndarray) -> np.ndarray:
+    """φ(x)."""
+    return np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
+
+
+# f and its derivative.
+FUNCTIONS = {
+    "tanh": (np.tanh, lambda x: 1 / np.cosh(x) ** 2),
+    "relu": (lambda x: np.maximum(x, 0), lambda x: x > 0),
+    "gelu": (lambda x: x * normal_cdf(x), lambda x: normal_cdf(x) + x * density(x)),
+    "silu": (lambda x: x * sigmoid(x), lambda x: sigmoid(x) * (1 + x * (1 - sigmoid(x)))),
+}
+
+
+def moments(kind: str, q: float) -> tuple[float, float]:
+    """E f(√q z)² and E f'(√q z)² of a normal z."""
+    f, slope = FUNCTIONS[kind]
+    z = math.sqrt(q) * NODES
+    return float(MASS @ f(z) ** 2), float(MASS @ slope(z) ** 2)
+
+
+def expected_chain(kind: str) -> float:
+    """The factor a layer of `chain` in the limit of wide nets (Schoenholz et al. 2017)."""
+    q, log = 1.0, 0.0
+    for _ in range(DEEP):
+        q, chi = moments(kind, q)
+        log += math.log(chi)
+    return math.exp(log / 2 / DEEP)
+
+
+def tanh_chain() -> np.ndarray:
+    """As `chain`, of tanh, which the library does not have: float64 [SEEDS]."""
+    out, (x, g) = [], rows()
+    for seed in range(SEEDS):
+        draw = np.random.default_rng(seed)
+        y, slope, nets = x[:, 0].astype(np.float64), g[:, 0].astype(np.float64), []
+        for _ in range(DEEP):
+            a = draw.standard_normal((ONE_TOKEN.D, ONE_TOKEN.F)) / math.sqrt(ONE_TOKEN.D)
+            b = draw.standard_normal((ONE_TOKEN.F, ONE_TOKEN.D)) / math.sqrt(ONE_TOKEN.F)
+            hidden = np.tanh(y @ a)
+            nets.append((a, b, 1 - hidden**2))
+            y = hidden @ b
+        for a, b, bent in reversed(nets):
+            slope = (slope @ b.T * bent) @ a.T
+        out.append(np.linalg.norm(slope) / np.linalg.norm(g))
+    return np.array(out) ** (1 / DEEP)
+
+
+def foreseen(name: str, label: Words, values: np.ndarray, predicted: float, spread: float) -> Number:
+    """The mean over seeds, within five standard errors, and 4/D of it, of what is predicted.
+
+    spread: the standard deviation of a seed's value over what is predicted, by theory: a measured one would forgive
+    what makes it larger.
+    """
+    error = 5 * spread / math.sqrt(len(values)) + 4 / ONE_TOKEN.D
+    return near(name, label, np.mean(values), predicted, error * abs(predicted), "float32")
+
+
+# --- how much the weights that are drawn may change it ---------------------------------
+#
+# The squared norm of rows that pass a matrix of D columns has the relative variance 2ρ/D, a ReLU layer's 5ρ/F (Hanin
+# and Nica 2020). ρ is tr M²/(tr M)² of the rows' Gram matrix M: 1 if all rows are alike, 1/rows + 1/D at random.
+
+LINEAR, RELU = 4 / ONE_TOKEN.D, 5 / ONE_TOKEN.F + 2 / ONE_TOKEN.D  # of attention to one token, of a net
+ALONE = 1 / ROWS + 1 / ONE_TOKEN.D
+DIRECT = math.sqrt(ALONE / ONE_TOKEN.D)  # of dL/dx·g/‖g‖²: what matrices without a direction add to it
+
+
+class Spreads(NamedTuple):
+    """Relative standard deviations over drawn weights, by the names of Passed; square: the last of squares."""
+
+    gain: float
+    square: float
+    last: float
+
+
+def spreads(placement: str, depth: int) -> Spreads:
+    """To first order.
+
+    A branch of a times the stream's power moves |x + y|² by its own power and by 2 x·y, of relative variance 4ρ/D.
+    ReLU aligns the rows of the forward pass (Cho and Saul 2009). Rows of gradients stay apart, but each matrix
+    I + A leaves them fewer dimensions: tr M² grows by (2a + a²)/(1 + a)².
+    """
+    cosine, worn, power = 0.0, 1.0, 1.0
+    back = ahead = 0.0  # relative variances of |g|² and of |x|²
+    for size, own in ((1.0, LINEAR), (0.5, RELU)) * depth:
+        a = size / power if placement == "pre" else size
+        share = (4 * a / ONE_TOKEN.D + a**2 * own) / (1 + a) ** 2
+        kept = 1 / (1 + a) ** 2 if placement == "pre" else 1.0  # what is added to |x|² is not a part of it
+        ahead = kept * ahead + share * (cosine**2 + (1 - cosine**2) * ALONE)
+        back += share * min(1.0, 1 / ROWS + worn / ONE_TOKEN.D)
+        worn += (2 * a + a**2) / (1 + a) ** 2
+        power += size
+        if own is RELU:
+            bent = (math.sqrt(1 - cosine**2) + cosine * (math.pi - math.acos(cosine))) / math.pi
+            cosine = (cosine + a * bent) / (1 + a)
+    # Norms divide by the stream's size. The last layer's gradients are products of a forward row, which has passed a
+    # matrix or a ReLU layer, and of a gradient's, which has passed a layer at most.
+    divided = 0.0 if placement == "none" else ahead
+    last = RELU * (cosine**2 + (1 - cosine**2) * ALONE) + (LINEAR + RELU + 6 / ONE_TOKEN.D) * ALONE
+    last += ahead if placement == "pre" else 0.0
+    return Spreads(math.sqrt(back + divided) / 2, math.sqrt(ahead), math.sqrt(last) / 2)
+
+
+def of_chain() -> float:
+    """The same of `chain`: a net leaves rows of gradients fewer dimensions by 1 + D/F, its ReLU included."""
+    worn = [min(1.0, 1 / ROWS + (1 + 1.5 * i) / ONE_TOKEN.D) for i in range(DEEP)]
+    return math.sqrt(RELU * sum(worn)) / 2 / DEEP

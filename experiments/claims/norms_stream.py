@@ -12,6 +12,7 @@ from experiments.claims.norms_depth import (
     foreseen,
     passes,
     rows,
+    spreads,
     stacks,
 )
 from experiments.claims.norms_rms import chapter, settings
@@ -59,7 +60,7 @@ def across_twelve() -> Numbers:
     ):
         found = passes(config.replace(norm_placement=placement))[12]
         label = Words(f"‖dL/dx‖/‖dL/dy‖ of 12 layers, {text.en}", f"12 层的 ‖dL/dx‖/‖dL/dy‖，{text.zh}")
-        yield foreseen(placement, label, found.gain, want)
+        yield foreseen(placement, label, found.gain, want, spreads(placement, 12).gain)
 
 
 c05.full(norms_trained.before_or_after)
@@ -113,7 +114,7 @@ c07 = chapter.claim(
         "Every layer has a residual connection and LayerNorm, which pulls activations back to mean 0 and variance 1.",
         "每一层都有残差连接和 LayerNorm，后者把激活值拉回均值 0、方差 1。",
     ),
-    formula=r"\mathrm{Var}(x_L) = 1 + 1.5 L \text{ (pre-norm)},\quad 1 \text{ (post-norm)}",
+    formula=r"\mathrm{Var}(x_L) = 1 + 1.5 L,\quad \mathrm{Var}(\mathrm{LN}(x + F(x))) = 1",
     finding=Words(
         "Before γ and β, and up to ε: with γ = 2 and β = 1 they have mean {mean:.2f} and variance {var:.2f}. With the "
         "norm before the sub-layers the stream itself is not normalised: its variance grows by 1.5 a layer, to "
@@ -138,7 +139,8 @@ def pulled_back() -> Numbers:
         lines[placement] = (list(range(DEEP + 1)), list(squares.mean(axis=0)))
         for L in depths:
             label = Words(f"mean square after {L} layers, {text.en}", f"{L} 层后的均方，{text.zh}")
-            yield foreseen(f"{placement}{L}", label, squares[:, L], 1 + ADDED * L if placement == "pre" else 1.0)
+            want, spread = (1 + ADDED * L, spreads("pre", L).square) if placement == "pre" else (1.0, 0.0)
+            yield foreseen(f"{placement}{L}", label, squares[:, L], want, spread)
     stack = jax.tree.map(lambda leaf: leaf[0], stacks(ONE_TOKEN))
     x, places = jnp.asarray(rows()[0]), jnp.zeros((1, 1), jnp.int32)
     y, _ = apply_stack(stack, x, ONE_TOKEN, Hyper(), mask=masks.causal(), positions_BT=places)

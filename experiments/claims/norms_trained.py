@@ -22,6 +22,18 @@ DEEP_SEEDS = 6
 DEEP_RATES = (1.7e-4, 5e-4, 1.5e-3, 4.5e-3, 1.35e-2)
 DEEP = Config(d_model=64, num_heads=2, num_layers=12, d_ff=128, seq_len=32, batch_size=8, steps=200)
 WARM = 50  # steps of warm-up
+ARMS = {
+    "pre": Words("norms before", "归一化在前"),
+    "post": Words("norms after", "归一化在后"),
+    "none": Words("no norms", "无归一化"),
+}
+NAMES = ARMS | {
+    f"{kind}, warm-up {steps}": Words(
+        f"{ARMS[kind].en}, warm-up {steps}", f"{ARMS[kind].zh}，{f'预热 {steps} 步' if steps else '无预热'}"
+    )
+    for kind in ("post", "pre")
+    for steps in (0, WARM)
+}
 SAME = 0.1  # nats: a third of what the division by √d_k buys
 
 
@@ -89,11 +101,12 @@ def losses(found: dict[str, Any]) -> list[Number]:
     return [
         shown(
             f"loss_{name.replace(', warm-up ', '')}",
-            Words(f"loss, {name}", f"损失，{name}"),
+            Words(f"loss, {text.en}", f"损失，{text.zh}"),
             mean(arm, "report_loss"),
             "float32",
         )
         for name, arm in arms(found).items()
+        for text in [NAMES.get(name, Words(name, name))]
     ]
 
 
@@ -109,7 +122,7 @@ def means_kept(folder: Path, asked: Question = NORMS, seeds: int = SEEDS) -> Num
 
 def before_or_after(folder: Path, asked: Question = PLACEMENTS, seeds: int = DEEP_SEEDS) -> Numbers:
     """C05: RMSNorm before the sub-layers of 12 layers, after them, and none."""
-    found, _ = trained(asked, seeds, folder)
+    found, _ = trained(asked, seeds, folder, names=NAMES)
     for other, text in (("post", Words("after", "在后")), ("none", Words("none", "无"))):
         pair = Words(f"loss, norms before less {text.en}", f"损失差，归一化在前减{text.zh}")
         row = compared(found, "pre", other)
@@ -138,7 +151,7 @@ def failed(outcome: Outcome, arm: int, bar: float) -> np.ndarray:
 
 def stable_in_depth(folder: Path, asked: Question = WARMUP, seeds: int = DEEP_SEEDS) -> Numbers:
     """C09: norms after the sums against before them, with and without warm-up."""
-    found, outcome = trained(asked, seeds, folder)
+    found, outcome = trained(asked, seeds, folder, names=NAMES)
     bar = unigram_entropy(asked.arms[0].config)
     shares = [failed(outcome, i, bar) for i in range(len(asked.arms))]
     pair = Words("loss without warm-up, norms before less after", "无预热时的损失差，归一化在前减在后")
@@ -152,7 +165,7 @@ def stable_in_depth(folder: Path, asked: Question = WARMUP, seeds: int = DEEP_SE
     yield from bounds("warmed", pair, compared(found, f"post, warm-up {WARM}", "post, warm-up 0"))[2]
     for name, share in zip(names, shares, strict=True):
         kind, steps = name.split(", warm-up ")
-        label = Words(f"failed runs, {name}", f"失败的比例，{name}")
+        label = Words(f"failed runs, {NAMES[name].en}", f"失败的比例，{NAMES[name].zh}")
         yield shown(f"failed_{kind}{steps}", label, np.mean(share), "float32")
     yield shown("bar", Words("entropy of byte frequencies", "字节频率的熵"), bar, "float64")
     yield from losses(found)

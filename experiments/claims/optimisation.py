@@ -247,7 +247,7 @@ j05 = chapter.claim(
     Verdict.EMPIRICAL,
     Words(
         "Adam is what Transformers are trained with, and its two decay rates may stay at their defaults.",
-        "Adam 是训练 Transformer 的事实默认选择，两个动量参数用默认值即可。",
+        "Adam 是训练 Transformer 事实上的默认选择，两个动量参数用默认值即可。",
     ),
     formula=r"(\beta_1, \beta_2, \epsilon) = (0.9,\, 0.999,\, 10^{-8})",
     finding=Words(

@@ -67,7 +67,7 @@ def optimisers_question() -> Question:
 
 def optimisers_sweep(folder: Path) -> tuple[dict[str, Any], Outcome]:
     """The sweep of both claims, in one folder beside those of the claims: it is trained once."""
-    return trained(optimisers_question(), SEEDS, folder.parent / "optimisers")
+    return trained(optimisers_question(), SEEDS, folder.parent / "optimisers", names=LABELS)
 
 
 def scales(folder: Path) -> Numbers:
@@ -118,6 +118,13 @@ TEACHER = TEACHER.replace(task="markov", vocab_size=16)
 # It sees its own token alone, of a chain whose next one depends on two: no student can be its teacher.
 STUDENT = TEACHER.replace(d_model=16, num_heads=1, num_layers=1, mask="window", steps=300)
 TEACHER_RATE = 1e-2
+# By what a student learns.
+WAYS = {
+    "data": Words("the data", "数据"),
+    "forward": Words("KL(teacher‖student)", "KL(教师‖学生)"),
+    "reverse": Words("KL(student‖teacher)", "KL(学生‖教师)"),
+    "jensen_shannon": Words("the Jensen–Shannon divergence", "JS 散度"),
+}
 EVALUATED = 8  # batches of each split
 
 
@@ -189,20 +196,20 @@ def students(folder: Path) -> Numbers:
     kept = {}
     for i, way in enumerate(STUDENTS):
         own = {rate: values[:, i].tolist() for rate, values in zip(STUDENT_RATES, found["selection"][i], strict=True)}
-        kept[way] = found["report"][i, STUDENT_RATES.index(best_rate(way, own))]
+        kept[way] = found["report"][i, STUDENT_RATES.index(best_rate(WAYS[way], own))]
     ways = {
         "forward": (1, "reverse", Words("KL(teacher‖student)", "KL(教师‖学生)")),
         "reverse": (2, "forward", Words("KL(student‖teacher)", "KL(学生‖教师)")),
     }
     for way, (measure, other, label) in ways.items():
-        words = Words(f"{label.en}: {way} less {other}", f"{label.zh}：{way} 减 {other}")
+        words = Words(f"{label.en}: {way} less {other}", f"{label.zh}：按{WAYS[way].zh}学得减按{WAYS[other].zh}学得")
         yield from lower(f"by_{way}", words, *([float(x) for x in kept[name][:, measure]] for name in (way, other)))
     for i, (measure, label) in enumerate({"forward": ways["forward"][2], "reverse": ways["reverse"][2]}.items(), 1):
         for name in STUDENTS:
-            words = Words(f"{label.en}, learnt by {name}", f"{label.zh}，以 {name} 学得")
+            words = Words(f"{label.en}, learnt by {name}", f"{label.zh}，按{WAYS[name].zh}学得")
             yield shown(f"{measure}_{name}", words, kept[name][:, i].mean(), F32)
     yield shown("floor", Words("entropy rate of the chain", "该链的熵率"), make_task(STUDENT).floor or float("nan"))
     yield shown("teacher_loss", Words("the teacher's training loss", "教师的训练损失"), history[-40:].mean(), F32)
     for name in STUDENTS:
-        words = Words(f"loss on the data, learnt by {name}", f"数据上的损失，以 {name} 学得")
+        words = Words(f"loss on the data, learnt by {name}", f"数据上的损失，按{WAYS[name].zh}学得")
         yield shown(f"loss_{name}", words, kept[name][:, 0].mean(), F32)

@@ -32,7 +32,7 @@ STATUSES = {
     "passed": Words("check passed", "检验通过"),
     "failed": Words("check failed", "检验未通过"),
     "broken": Words("check broken", "检验出错"),
-    "unverifiable": Words("no check", "无检验"),
+    "unverifiable": Words("no code can tell", "代码无法判定"),
     "at full depth": Words("needs --depth=full", "需 --depth=full"),
 }
 # The words of the page itself, by where they stand.

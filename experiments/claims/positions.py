@@ -80,7 +80,8 @@ def commuting() -> Numbers:
     weights = np.random.default_rng(9).normal(size=(2, 400, D, D)) / math.sqrt(D)
     A = np.einsum("nij,nkj->nik", *weights).reshape(400, D * D)
     shares = np.sum((A @ basis[-free:].T) ** 2, axis=1) / np.sum(A**2, axis=1)
-    spread = 5 * float(np.std(shares)) / math.sqrt(len(shares))
+    # Of D of D² coordinates of a normal A the share has the variance 2D/D⁴; those of a product are nearly so.
+    spread = 5 * math.sqrt(2 * D) / D**2 / math.sqrt(len(shares))
     yield near(
         "share", Words("random A: share of ‖A‖², 1/d", "随机 A：占 ‖A‖² 的比例，1/d"), np.mean(shares), 1 / D, spread
     )
@@ -96,11 +97,13 @@ g10 = chapter.claim(
     ),
     formula=r"PE_m \cdot PE_n = \sum_i \cos\big( (m - n)\, \theta_i \big)",
     finding=Words(
-        "PE·PE is a function of the offset ({at0:.0f} at 0, {at50:.1f} at 50 for d = 512), but it falls only to "
-        "{turns:.0f} and then rises, so that it does not order distances; and attention has W_Q and W_K in between: "
+        "PE·PE is a function of the offset ({at0:.0f} at 0, {at50:.1f} at 50 for d = 512), but it falls only "
+        "until offset {turns:.0f} and then rises, so that it does not order distances; and attention has W_Q and W_K "
+        "in between: "
         "with random ones, the offset explains {r2:.0%} of the variance of position scores among 64 positions.",
-        "PE·PE 确是相对距离的函数（d = 512 时，距离 0 处为 {at0:.0f}，50 处为 {at50:.1f}），但只下降到 {turns:.0f} "
-        "为止，随后回升，因此不能给远近排序；而且注意力的内积中间隔着 W_Q 和 W_K：随机权重下，64 个位置之间的位置得分的"
+        "PE·PE 确是相对距离的函数（d = 512 时，距离 0 处为 {at0:.0f}，50 处为 {at50:.1f}），但只下降到距离 "
+        "{turns:.0f} 处，随后回升，因此不能给远近排序；而且注意力的内积中间隔着 W_Q 和 W_K：随机权重下，"
+        "64 个位置之间的位置得分的"
         "方差只有 {r2:.0%} 由相对距离解释。",
     ),
     uses=(sinusoidal, attention_scores),
@@ -189,27 +192,39 @@ g12 = chapter.claim(
     Words("However long the text, each position has a vector of its own.", "文章再长，各个位置的向量也互不相同。"),
     finding=Words(
         "In exact arithmetic. In float32 position 16,777,217 has the vector of 16,777,216 (distance {alias:.0f}); "
-        "the first 65,536 all differ, by {least:.2f} at least for d = 64. Were positions cast to bfloat16 first, "
-        "{coarse:.0f} different ones would be left: the library's RoPE refuses such positions.",
+        "the first 65,536 all differ, by {least:.2f} at least for d = 64, and rounded to bfloat16 {rounded:,.0f} still "
+        "do. Were positions cast to bfloat16 first, {coarse:,.0f} different ones would be left: the library's RoPE "
+        "refuses such positions.",
         "只在精确运算中成立。float32 下位置 16777217 与 16777216 的向量相同（距离 {alias:.0f}）；前 65536 个位置各不"
-        "相同，d = 64 时最小距离为 {least:.2f}。若先把位置转成 bfloat16，就只剩 {coarse:.0f} 个不同的位置："
+        "相同，d = 64 时最小距离为 {least:.2f}，把向量舍入为 bfloat16 后仍有 {rounded:.0f} 个互不相同。"
+        "若先把位置转成 bfloat16，就只剩 {coarse:.0f} 个不同的位置："
         "本库的 RoPE 拒绝这样的位置。",
     ),
     uses=(sinusoidal, rotation),
 )
 
 
+def distinct(rows: jax.Array) -> int:
+    """How many rows differ, bit by bit."""
+    held = np.ascontiguousarray(rows)
+    return len(np.unique(held.view(np.dtype((np.void, held.itemsize * held.shape[1])))))
+
+
 @g12.quick
 def uniqueness() -> Numbers:
     n = 65_536
-    rows = np.asarray(sinusoidal(jnp.arange(n)[None], 8)[0])
-    distinct = len(np.unique(rows.view(np.dtype((np.void, rows.itemsize * 8)))))
-    yield near("distinct", Words("different vectors of 65,536", "65536 个位置中不同的向量"), distinct, n, 0, "float32")
+    yield near("distinct", Words("different vectors of 65,536, d = 8", "65536 个位置中不同的向量，d = 8"),
+               distinct(sinusoidal(jnp.arange(n)[None], 8)[0]), n, 0, "float32")  # fmt: skip
+    table = sinusoidal(jnp.arange(n)[None], 64)[0]
+    label = Words("the same, rounded to bfloat16, d = 64", "同上，舍入为 bfloat16，d = 64")
+    yield near("rounded", label, distinct(table.astype(jnp.bfloat16)), n, 0, "bfloat16")
     far = np.arange(1, n)
     apart = np.sqrt(sum(2 - 2 * np.cos(far * turn) for turn in theta(64)))
-    pair = library(np.array([0, 1]), 64)
+    found = np.linalg.norm(np.asarray(table[1:], np.float64) - np.asarray(table[0], np.float64), axis=1)
     label = Words("least distance of two positions, d = 64", "两个位置的最小距离，d = 64")
-    yield near("least", label, np.linalg.norm(pair[1] - pair[0]), apart.min(), 16 * U, "float32")
+    yield near("least", label, found.min(), apart.min(), 16 * U, "float32")
+    label = Words("the offset at which it is", "取到最小距离的相对位置")
+    yield near("nearest", label, far[found.argmin()], float(far[apart.argmin()]), 0, "float32")
     alias = library(np.array([2**24, 2**24 + 1], np.int32), 64)
     yield near(
         "alias",
@@ -335,11 +350,11 @@ def half_a_position() -> Numbers:
         half[2 * i : 2 * i + 2, 2 * i : 2 * i + 2] = [[c, s], [-s, c]]
     twice = np.max(np.abs(half @ half - shift_matrix(1, D)))
     yield at_most("twice", Words("max |M½ M½ − M₁|", "max |M½ M½ − M₁|"), twice, 4 * 2.0**-52)
-    table = library(np.arange(40, dtype=np.float32) / 2, D)
-    gap = np.max(np.abs(table[1::2] - table[0::2] @ half.T))
-    yield at_most(
-        "half", Words("max |PE(pos + ½) − M½ PE(pos)|", "max |PE(pos + ½) − M½ PE(pos)|"), gap, 3 * error(20), "float32"
-    )
+    # The library's positions are integers: half a step beyond its table is the formula.
+    table, places = library(np.arange(20), D), np.arange(20)
+    gap = np.max(np.abs(exact(places + 0.5, D) - table @ half.T))
+    text = "max |PE(pos + ½) − M½ PE(pos)|"
+    yield at_most("half", Words(text, text), gap, 3 * error(20), "float32")
 
 
 g16 = chapter.claim(
@@ -358,6 +373,7 @@ g16 = chapter.claim(
         "（可能的最小值为 {floor:.3f}）。把 4 到 8 个符号的行反转需要绝对位置，正确率为 {mirror_sinusoidal:.0%}，"
         "不加位置编码为 {mirror_none:.0%}。",
     ),
+    uses=(embed, sinusoidal, rotation),
 )
 
 

@@ -177,10 +177,10 @@ g04 = chapter.claim(
         "Trained on a chain in which the last two symbols, in their order, decide the next, and both without "
         "positions, the causal model reaches {causal_nats:.2f} nats (least possible: {floor:.2f}); the bidirectional "
         "one, which even sees the answer among its tokens, {bidirectional_nats:.2f}. The last symbol alone leaves "
-        "{one:.2f}: it has learnt a part of the order, not all of it.",
-        "在由前两个符号及其次序决定下一个符号的链上训练，二者都不加位置编码：因果模型达到 {causal_nats:.2f} nat"
+        "{one:.2f}: the causal model has learnt a part of the order, not all of it.",
+        "在由前两个符号及其次序决定下一个符号的链上训练，不加位置编码的两种模型中，因果模型达到 {causal_nats:.2f} nat"
         "（可能的最小值为 {floor:.2f}）；双向模型的输入里甚至包含答案，却只到 {bidirectional_nats:.2f}。"
-        "仅凭最后一个符号则为 {one:.2f}：它只学到部分次序信息。",
+        "仅凭最后一个符号则为 {one:.2f}：可见因果模型只学到部分次序信息。",
     ),
     uses=(forward, causal),
 )

@@ -61,7 +61,8 @@ def of_one_symbol(table: np.ndarray) -> float:
 
 def without_positions(folder: Path) -> Numbers:
     """G04: causal below bidirectional, both without positions, though the latter sees the answer among its tokens."""
-    found, _ = training.trained(order(), SEEDS, folder)
+    names = {"causal": Words("causal", "因果"), "bidirectional": Words("bidirectional", "双向")}
+    found, _ = training.trained(order(), SEEDS, folder, names=names)
     label = Words("loss without positions, causal − bidirectional", "不加位置编码的损失，因果 − 双向")
     yield from lower_arm("causal", label, found, "causal", "bidirectional")
     ends = training.arms(found)["causal"]["metrics"]["report_loss"]["ci95"] or (math.nan, math.nan)
@@ -82,7 +83,13 @@ def without_positions(folder: Path) -> Numbers:
 
 def sines(folder: Path) -> Numbers:
     """G16: the chain against its floor, the mirror against no positions; RoPE is shown beside."""
-    found, _ = training.trained(places(), SEEDS, folder)
+    names = {
+        "chain sinusoidal": Words("chain, sinusoidal", "链，正余弦"),
+        "chain rope": Words("chain, RoPE", "链，RoPE"),
+        "mirror sinusoidal": Words("mirror, sinusoidal", "镜像，正余弦"),
+        "mirror none": Words("mirror, no positions", "镜像，不加位置编码"),
+    }
+    found, _ = training.trained(places(), SEEDS, folder, names=names)
     arms, table = training.arms(found), chain_of(CHAIN)
     one, floor = of_one_symbol(table), mean_floor(table, CHAIN.seq_len)
     high = (arms["chain sinusoidal"]["metrics"]["report_loss"]["ci95"] or [math.nan] * 2)[1]

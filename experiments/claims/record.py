@@ -197,9 +197,13 @@ def fill(finding: Words, numbers: Iterable[Number]) -> Words:
 
 
 class _Shown(float):
-    """A float whose minus is a minus."""
+    """A float whose minus is a minus, and whose 0 is 0."""
 
     def __format__(self, spec: str) -> str:
+        if spec.endswith(("e", "g")) and self == 0:
+            return "0"
+        if spec == "万":  # as Chinese counts
+            return f"{self / 1e4:.0f}"
         if spec.endswith("d"):
             return format(round(self), spec) if math.isfinite(self) else str(float(self))
         return float.__format__(self, spec).replace("-", "−")

@@ -72,22 +72,29 @@ a10 = chapter.claim(
     ),
     formula=r"\langle R_{m+100}\, q, R_{n+100}\, k \rangle = \langle R_m q, R_n k \rangle",
     finding=Words(
-        "Exact in real numbers only: in float32 {changed:.0f} of 64 scores change at a shift of 100, by up to "
-        "{f100:.1e}, and by {f1000000:.1e} at a million, because the angle mθ is rounded before its cosine is taken. "
-        "Angles in bfloat16 lose the position: {bf16:.2f} at a shift of 100.",
-        "只在实数运算中精确：float32 下位移 100 时 64 个得分中有 {changed:.0f} 个改变，最多 {f100:.1e}，位移一百万时达 "
-        "{f1000000:.1e}，因为取余弦之前角度 mθ 已被舍入。角度若用 bfloat16，位置信息就丢失了：位移 100 时变动 "
-        "{bf16:.2f}。",
+        "Exact in real numbers only. Of 64 raw scores q·k, d = 64, {changed:.0f} change in float32 at a shift of "
+        "100, "
+        "by up to {f100:.1e}, and by {f1000000:.3f} at a million, because the angle mθ is rounded before its cosine is "
+        "taken. Queries and keys in bfloat16 cost {half:.2f} at any shift. Angles in bfloat16 lose the position: "
+        "{bf16:.2f} at a shift of 100, {bf16_1000:.1f} at 1,000; {alias:.0f} is the first that bfloat16 takes for "
+        "another.",
+        "只在实数运算中精确。64 个未缩放的得分 q·k（d = 64）中，float32 下位移 100 时有 {changed:.0f} 个改变，最多 "
+        "{f100:.1e}，位移一百万时达 {f1000000:.3f}，因为取余弦之前角度 mθ 已被舍入。查询与键若用 bfloat16，"
+        "任何位移下的误差都约为 {half:.2f}。角度若用 bfloat16，位置信息就丢失了：位移 100 时变动 {bf16:.2f}，"
+        "1000 时变动 {bf16_1000:.1f}；{alias:.0f} 是 bfloat16 与别的位置混同的第一个位置。",
     ),
     uses=(rotation, rotate, attention_scores),
 )
+
+
+SHIFTS = (100, 1000, 10_000, 100_000, 1_000_000)
 
 
 @a10.quick
 def shifts() -> Numbers:
     q, k = queries_and_keys()
     here = scores(q, k, 2, 5)
-    moved = {shift: np.abs(scores(q, k, 2 + shift, 5 + shift) - here) for shift in (100, 1000, 10_000, 1_000_000)}
+    moved = {shift: np.abs(scores(q, k, 2 + shift, 5 + shift) - here) for shift in SHIFTS}
     for shift, gaps in moved.items():
         label = Words(f"max |Δscore| at a shift of {shift:,}", f"位移 {shift:,} 时的 max |Δ得分|")
         bound = rounding(q, k, 2, 5) + rounding(q, k, 2 + shift, 5 + shift)
@@ -99,9 +106,30 @@ def shifts() -> Numbers:
         angles = (jnp.bfloat16(m) * frequencies(H, BASE).astype(jnp.bfloat16)).astype(jnp.float32)[None, None]
         return Rotation(jnp.cos(angles), jnp.sin(angles))
 
-    turned = [attention_scores(rotate(q, coarse(m), "half"), rotate(k, coarse(m + 3), "half"), RAW) for m in (2, 102)]
+    half_q, half_k = q.astype(jnp.bfloat16), k.astype(jnp.bfloat16)
+    base = scores(half_q, half_k, 2, 5)
+    apart = {shift: np.max(np.abs(scores(half_q, half_k, 2 + shift, 5 + shift) - base)) for shift in SHIFTS}
+    # Both sides are rounded to 2⁻⁹ of themselves after the turn, at both places.
+    sizes = np.abs(as_numbers(half_q)) * np.abs(as_numbers(half_k))
+    bound = (
+        float(np.max(np.sum(sizes, axis=1))) * 4 * 2.0**-9 + rounding(q, k, 2, 5) + rounding(q, k, 2 + 10**6, 5 + 10**6)
+    )
+    label = Words("largest of the same, q and k in bfloat16", "同上的最大值，q 与 k 用 bfloat16")
+    yield at_most("half", label, max(apart.values()), bound, "bfloat16")
+    label = Words("the same, largest over least of the shifts", "同上，各位移中最大与最小之比")
+    yield at_most("flat", label, max(apart.values()) / min(apart.values()), 2.0, "bfloat16")
+    turned = {
+        m: attention_scores(rotate(q, coarse(m), "half"), rotate(k, coarse(m + 3), "half"), RAW) for m in (2, 102, 1002)
+    }
     label = Words("with angles in bfloat16, at 100", "角度用 bfloat16，位移 100")
-    yield at_least("bf16", label, jnp.max(jnp.abs(turned[0] - turned[1])), 1000 * np.max(moved[100]), "bfloat16")
+    yield at_least("bf16", label, jnp.max(jnp.abs(turned[2] - turned[102])), 1000 * np.max(moved[100]), "bfloat16")
+    # An angle of 1,000 is off by up to 2, and positions of this size by up to 2: more than a unit of the score.
+    label = Words("the same, at 1,000", "同上，位移 1000")
+    yield at_least("bf16_1000", label, jnp.max(jnp.abs(turned[2] - turned[1002])), 1.0, "bfloat16")
+    places = np.arange(1024)
+    label = Words("first position that is another's in bfloat16, 2⁸ + 1", "bfloat16 下首个与别的位置混同的位置，2⁸ + 1")
+    wrong = np.asarray(jnp.asarray(places).astype(jnp.bfloat16), np.float64) != places
+    yield near("alias", label, np.argmax(wrong), 2**8 + 1, 0, "bfloat16")
     caption = Words("How far a shift moves the score, float32.", "位移使得分变动多少（float32）。")
     lines = {"max |Δscore|": (list(moved), [float(np.max(gaps)) for gaps in moved.values()])}
     yield Curves(caption, "shift", "max |Δscore|", lines, log_x=True, log_y=True)
@@ -185,7 +213,8 @@ a12 = chapter.claim(
     formula=r"\theta_i = b^{-2i/d}, \quad i = 0, \dots, d/2 - 1",
     finding=Words(
         "A head of d turns d/2 pairs, each by its own θ, and which coordinates make a pair has to be said: the two "
-        "conventions in use are equal up to one permutation ({permuted:.0e}); mixed, they change scores by up to "
+        "conventions in use are equal up to one permutation (difference {permuted:.0e}); mixed, they change scores by "
+        "up to "
         "{mixed:.1f}.",
         "d 维的头旋转 d/2 对坐标，每对各有自己的 θ，而且必须说明哪两个坐标成一对：通行的两种约定只差一个固定的置换"
         "（误差 {permuted:.0e}），混用则会使得分改变多达 {mixed:.1f}。",

@@ -73,7 +73,7 @@ def losses(found: Sequence[Model], factor: int, scaling: str = "none") -> list[f
 
 def extrapolation(folder: Path) -> Numbers:
     """Train at T, measure at T, 2T and 4T; ratios by seed, with their intervals."""
-    found, _ = training.trained(question(), SEEDS, folder)
+    found, _ = training.trained(question(), SEEDS, folder, names=NAMES)
     trained, arms = models(folder), training.arms(found)
     nats: dict[str, dict[int, list[float]]] = {}
     for i, kind in enumerate(KINDS):

@@ -7,9 +7,20 @@ import numpy as np
 
 from experiments.claims import scaling_trained
 from experiments.claims.record import Curves, Numbers, Verdict, Words, at_least, at_most, near
-from experiments.claims.scaling_integrals import mean_entropy, mean_top
+from experiments.claims.scaling_integrals import mean_entropy, of_top
 from experiments.claims.scaling_saturation import back, entropies, reference_weights
-from experiments.claims.scaling_variance import WIDTHS, chapter, dots, draws, heads, inside, projected_scores, sampled
+from experiments.claims.scaling_variance import (
+    WIDTHS,
+    chapter,
+    dots,
+    draws,
+    heads,
+    inside,
+    of_variance,
+    projected_scores,
+    projections,
+    sampled,
+)
 from transformer_jax.attention import attend, attention, init_attention
 from transformer_jax.encoder_decoder import count_parameters
 from transformer_jax.norms import norm
@@ -39,10 +50,10 @@ def scaled() -> Numbers:
     for d in (64, 16, 256, 512):
         s = dots(*heads(d), exponent=0.5)
         label = Words(f"Var(S/√d_k), d_k = {d}", f"Var(S/√d_k)，d_k = {d}")
-        yield sampled(f"v{d}", label, np.mean(s**2, axis=1), 1.0)
+        yield sampled(f"v{d}", label, np.mean(s**2, axis=1), 1.0, of_variance(d))
         if d == 64:
             share = np.mean(np.abs(s) <= 3, axis=1)
-            yield sampled("in3", Words("share within ±3", "落在 ±3 内的比例"), share, inside(64, 24))
+            yield sampled("in3", Words("share within ±3", "落在 ±3 内的比例"), share, *inside(64, 24))
     yield near("factor", Words("the factor at d_k = 64", "d_k = 64 时的因子"), score_factor(64, 0.5, 1.0), 1 / 8, 0.0,
                "float32")  # fmt: skip
 
@@ -71,7 +82,8 @@ b17 = chapter.claim(
 @b17.quick
 def with_a_learned_scale() -> Numbers:
     # Relative to the same draws at scale 1, so that only rounding is left.
-    ratio = np.mean(projected_scores(1.0, gain=2.0) ** 2) / np.mean(projected_scores(1.0) ** 2)
+    drawn = projections("own")
+    ratio = np.mean(projected_scores(drawn, gain=2.0) ** 2) / np.mean(projected_scores(drawn) ** 2)
     label = Words("Var with γ = 2 over Var with γ = 1", "γ = 2 与 γ = 1 的方差之比")
     yield near("gain", label, ratio, 16.0, 1e-4, "float32")
 
@@ -102,13 +114,16 @@ def weights(q: np.ndarray, k: np.ndarray, exponent: float = 0.5, temperature: fl
 
 @b18.quick
 def evenness() -> Numbers:
-    p = weights(*heads(64))
-    top, entropy = p.max(axis=-1).mean(axis=1), entropies(p).mean(axis=1)
+    rows, n = 2000, 64  # each query has keys of its own, so that rows are independent
+    p = weights(draws(18, rows, 1, 1, 64), draws(19, rows, n, 1, 64))[:, 0]
+    top, entropy = p.max(axis=-1), entropies(p)
     # Of one query the scores have the variance |q|²/64, not 1: that moves the entropy by 0.001, the top by 0.0001.
-    yield sampled("entropy", Words("entropy, nats", "熵（nat）"), entropy, mean_entropy(64, 1.0))
+    # An entropy is the mean of (2 − s) exp(s − ½) − 1 over its keys to first order, of variance e − 1.
+    spread = math.sqrt((math.e - 1) / n)
+    yield sampled("entropy", Words("entropy, nats", "熵（nat）"), entropy, mean_entropy(n, 1.0), spread)
     yield at_most("below", Words("entropy, against ln 64 − 0.4", "熵，不超过 ln 64 − 0.4"), np.mean(entropy),
                   math.log(64) - 0.4, "float32")  # fmt: skip
-    yield sampled("top", Words("mean of the largest weight", "最大权重的均值"), top, mean_top(64, 1.0))
+    yield sampled("top", Words("mean of the largest weight", "最大权重的均值"), top, *of_top(n, 1.0))
     yield at_least("times", Words("the same, in even shares", "相当于均分的倍数"), 64 * np.mean(top), 5.0, "float32")
 
 
@@ -224,9 +239,9 @@ b22 = chapter.claim(
     formula=r"V D + L (4 D^2 + 3 D F + 2 D) + D",
     finding=Words(
         "The other sizes are not given. With a width of 512, SwiGLU of 1408 and 6,400 tied embeddings there are "
-        "{million:.1f} million; with 32,000 of them, {large:.1f}.",
-        "其余尺寸文中未给。取宽度 512、SwiGLU 1408、6400 个共享词向量时为 {million:.1f} 百万；"
-        "词表改为 32000 则为 {large:.1f} 百万。",
+        "{count:,.0f} parameters; with 32,000 of them, {large:,.0f}.",
+        "其余尺寸文中未给。取宽度 512、SwiGLU 1408、6400 个共享词向量时为 {count:万} 万；"
+        "词表改为 32000 则为 {large:万} 万。",
     ),
     uses=(preset, count_parameters),
 )
@@ -241,6 +256,6 @@ def parameters() -> Numbers:
     yield near("million", Words("in millions", "以百万计"), count / 1e6, 40.0, 4.0, "int64")
     yield near("head", Words("d_k", "d_k"), config.H, 64, dtype="int64")
     yield near("layers", Words("layers", "层数"), config.L, 12, dtype="int64")
-    large = count_parameters(config.replace(vocab_size=32_000)) / 1e6
-    label = Words("millions with 32,000 embeddings", "词表 32000 时的百万数")
-    yield near("large", label, large, (count + 25_600 * D) / 1e6, 1e-9, "int64")
+    large, V = count_parameters(config.replace(vocab_size=32_000)), 32_000
+    label = Words("parameters with 32,000 embeddings", "词表 32000 时的参数量")
+    yield near("large", label, large, V * D + L * (4 * D * D + 3 * D * F + 2 * D) + D, dtype="int64")

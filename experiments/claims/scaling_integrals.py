@@ -24,10 +24,11 @@ def _positive(low: float, high: float, points: int) -> tuple[np.ndarray, np.ndar
     return np.exp(u), np.exp(u) * step
 
 
-def mean_top(n: int, sigma: float) -> float:
-    """The mean of the largest of n weights, to 1e-4 at σ = 8.
+def mean_top(n: int, sigma: float, power: int = 1) -> float:
+    """The mean of the largest of n weights, or of its square (power 2), to 1e-4 at σ = 8.
 
     It is 1/(1 + S), S the sum of exp(s_j − s) over the others, each below the largest: the integral over the largest.
+    (1 + S)⁻² is ∫ t exp(−t (1 + S)) dt.
     """
     z, p = _normal(801)
     t, dt = _positive(-40.0, 5.0, 300)
@@ -36,8 +37,42 @@ def mean_top(n: int, sigma: float) -> float:
         below = p[: i + 1].copy()
         below[-1] /= 2  # the end of the trapezoidal rule
         others = np.exp(-np.outer(t, np.exp(sigma * (z[: i + 1] - z[i])))) @ below
-        total += n * p[i] * float(np.sum(np.exp(-t) * others ** (n - 1) * dt))
+        total += n * p[i] * float(np.sum(t ** (power - 1) * np.exp(-t) * others ** (n - 1) * dt))
     return total
+
+
+def of_top(n: int, sigma: float) -> tuple[float, float]:
+    """(mean, standard deviation) of the largest of n weights."""
+    mean = mean_top(n, sigma)
+    return mean, math.sqrt(mean_top(n, sigma, 2) - mean**2)
+
+
+def gap_above(n: int, gap: float) -> float:
+    """P(the largest of n normals leads the second by more than gap): n ∫ φ(x) Φ(x − gap)ⁿ⁻¹ dx."""
+    z, p = _normal(2001)
+    below = np.array([0.5 * math.erfc((gap - one) / math.sqrt(2)) for one in z])
+    return float(np.sum(n * p * below ** (n - 1)))
+
+
+def tail(n: int, sigma: float, rest: float) -> tuple[float, float]:
+    """Bounds of the chance that all but the largest of n weights are below `rest` together.
+
+    At most that of the second alone. At least, by Markov's inequality: that of a lead of g, times 1 − E[S | lead g]/S₀
+    for S₀ = rest/(1 − rest), at the best g.
+    """
+    z, p = _normal(801)
+    best, most = 0.0, rest / (1 - rest)
+    for g in -math.log(most) / sigma + np.linspace(0, 1, 21):
+        total = 0.0
+        for one, chance in zip(z, p, strict=True):
+            below = 0.5 * math.erfc((g - one) / math.sqrt(2))
+            if below > 0:
+                # ∫ φ(y) exp(σ (y − z)) dy up to z − g, of each other score.
+                shifted = 0.5 * math.erfc((g - one + sigma) / math.sqrt(2))
+                lead = (n - 1) * math.exp(sigma**2 / 2 - sigma * one) * shifted / below
+                total += n * chance * below ** (n - 1) * (1 - lead / most)
+        best = max(best, total)
+    return best, gap_above(n, -math.log(most) / sigma)
 
 
 def mean_entropy(n: int, sigma: float) -> float:

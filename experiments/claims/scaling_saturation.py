@@ -9,9 +9,12 @@ import numpy as np
 
 from experiments.claims import scaling_trained
 from experiments.claims.record import Curves, Numbers, Verdict, Words, at_least, at_most, near, shown
-from experiments.claims.scaling_integrals import mean_top
+from experiments.claims.scaling_integrals import of_top, tail
 from experiments.claims.scaling_variance import WIDTHS, chapter, dots, draws, heads, sampled
 from transformer_jax.attention import attend
+from transformer_jax.config import Config, Hyper
+from transformer_jax.layers import Layer, Stack, apply_stack, init_stack
+from transformer_jax.masks import padding
 from transformer_jax.scores import Scoring, attention_scores, masked_softmax, score_factor
 
 
@@ -36,22 +39,16 @@ b09 = chapter.claim(
         "Softmax of a vector with +20 and −15 gives the largest 99.9999% and all others nothing.",
         "向量含 +20 与 −15 时，softmax 让最大者独占 99.9999%，其余全部为零。",
     ),
-    formula=r"\frac{e^{20}}{e^{20} + e^{-15}} = 1 - 6.3 \times 10^{-16}",
+    formula=r"\frac{e^{20}}{e^{20} + e^{-15}} \approx 1 - 6.3 \times 10^{-16}",
     finding=Words(
         "Of those two alone; a third score of 19 would take {third:.0%}. Among 64 scores of standard deviation 8 the "
-        "largest weight is {top64:.2f} on average, and above 0.999999 in {tail64:.1%} of rows.",
+        "largest weight is {top64:.2f} on average, and above 0.999999 in {tail64:.1%} of rows (among 1,024 in "
+        "{tail1024:.2%}).",
         "仅对这两个数成立；再加一个 19，它就分走 {third:.0%}。64 个标准差为 8 的得分中，"
-        "最大权重平均为 {top64:.2f}，超过 0.999999 的行只占 {tail64:.1%}。",
+        "最大权重平均为 {top64:.2f}，超过 0.999999 的行只占 {tail64:.1%}（1024 个得分时为 {tail1024:.2%}）。",
     ),
     uses=(masked_softmax,),
 )
-
-
-def gap_above(n: int, gap: float) -> float:
-    """P(the largest of n normals leads the second by more than gap): n ∫ φ(x) Φ(x − gap)ⁿ⁻¹ dx."""
-    x, step = np.linspace(-9, 12, 4001, retstep=True)
-    below = np.array([0.5 * math.erfc((gap - one) / math.sqrt(2)) for one in x])
-    return float(np.sum(n * np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi) * below ** (n - 1)) * step)
 
 
 @b09.quick
@@ -61,16 +58,24 @@ def one_takes_all() -> Numbers:
     yield near("first", Words("weight of +20", "+20 的权重"), p[0], 1.0, 0.0, "float32")
     p = masked_softmax(jnp.array([20.0, -15.0, 19.0]), None)
     yield near("third", Words("weight of a third, 19", "第三个得分 19 的权重"), p[2], 1 / (1 + math.e), 1e-6, "float32")
-    for n in (10, 64, 256, 1024):
-        rows = min(4000, 1_000_000 // n)
-        p = np.asarray(masked_softmax(jnp.asarray(8 * draws(n, rows, n)), None), np.float64)
+    run = jax.jit(weighed)
+    for n, rows in ((10, 8192), (64, 32_768), (256, 24 * 2048), (1024, 48 * 2048)):
+        tops, rests = (np.concatenate(of) for of in zip(*(run(8 * draws(n + i, 2048, n)) for i in range(rows // 2048)),
+                                                        strict=True))  # fmt: skip
         label = Words(f"mean of the largest weight, {n} keys, σ = 8", f"最大权重的均值，{n} 个键，σ = 8")
-        yield sampled(f"top{n}", label, p.max(axis=1), mean_top(n, 8.0))
-        # 1 − p_max, as the sum of the others: in float32 p_max itself is 1.
-        tail = np.mean(p.sum(axis=1) - p.max(axis=1) < 1e-6)
+        yield sampled(f"top{n}", label, tops, *of_top(n, 8.0))
+        least, most = tail(n, 8.0, 1e-6)
         label = Words(f"rows with a weight above 0.999999, {n} keys", f"最大权重超过 0.999999 的行，{n} 个键")
-        chance = gap_above(n, math.log(1e6) / 8)  # the second alone must be that far below
-        yield at_most(f"tail{n}", label, tail, chance + 5 * math.sqrt(chance / rows), "float32")
+        yield at_most(f"tail{n}", label, np.mean(rests < 1e-6), most + 5 * math.sqrt(most / rows), "float32")
+        label = Words(f"the same, {n} keys", f"同上，{n} 个键")
+        yield at_least(f"tail{n}_least", label, np.mean(rests < 1e-6), least - 5 * math.sqrt(least / rows), "float32")
+
+
+def weighed(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of each row, the largest weight and the sum of the others: in float32 the former may be 1."""
+    p = masked_softmax(scores, None)
+    first = jnp.arange(p.shape[1])[None] == jnp.argmax(p, axis=1)[:, None]
+    return jnp.max(p, axis=1), jnp.sum(jnp.where(first, 0, p), axis=1)
 
 
 b10 = chapter.claim(
@@ -126,6 +131,7 @@ b11 = chapter.claim(
         "权重趋于 1 或 0 时，它对自身得分的导数趋于 0。",
     ),
     formula=r"\lim_{p \to 1} p (1 - p) = \lim_{p \to 0} p (1 - p) = 0",
+    uses=(masked_softmax,),
 )
 
 
@@ -151,17 +157,29 @@ b12 = chapter.claim(
     formula=r"\frac{\partial L}{\partial q} = c\, K^\top (\mathrm{diag}(p) - p p^\top)\, V g,\quad "
     r"\frac{\partial L}{\partial v_j} = p_j\, g",
     finding=Words(
-        "The gradients of the values cannot all vanish: they are p_j g, and sum to the output's g (to {values:.0e}). "
+        "The gradients of the values cannot all vanish: they are p_j g, and sum to the output's g (to {values:.0e}); "
+        "and the residual connection passes on g itself, {residual:.2f} of it through a layer whose weights are all 0 "
+        "or 1. "
         "That of the query is larger without the division, as the factor 1/√d_k multiplies it, too: {off64:.1f} "
-        "against {on64:.2f} with 64 keys. What shrinks is its lower tail: the tenth percentile with 10 keys is "
-        "{low_off:.3f} against {low_on:.2f}.",
-        "值向量的梯度不可能全部消失：它们是 p_j g，总和恒等于输出的梯度 g（误差 {values:.0e}）。"
-        "不做缩放时查询的梯度平均反而更大，"
-        "因为因子 1/√d_k 也乘在梯度上：64 个键时为 {off64:.1f} 对 {on64:.2f}。真正变小的是下尾："
-        "10 个键时第 10 百分位为 {low_off:.3f} 对 {low_on:.2f}。",
+        "against {on64:.2f} with 64 keys, {off1024:.1f} against {on1024:.2f} with 1,024. Softmax's own Jacobian "
+        "shrinks "
+        "with 10 keys (mean norm {jacobian10_off:.3f} against {jacobian10_on:.3f}) and grows with 1,024 "
+        "({jacobian1024_off:.3f} against {jacobian1024_on:.3f}). What shrinks is the lower tail: the query's tenth "
+        "percentile with 10 keys is {low_off:.4f} against {low_on:.2f}.",
+        "值向量的梯度不可能全部消失：它们是 p_j g，总和恒等于输出的梯度 g（误差 {values:.0e}）；"
+        "残差连接则原样传回 g：权重只有 0 和 1 的一层仍传回其 {residual:.2f}。不做缩放时查询的梯度平均反而更大，"
+        "因为因子 1/√d_k 也乘在梯度上：64 个键时为 {off64:.1f} 对 {on64:.2f}，1024 个键时为 {off1024:.1f} 对 "
+        "{on1024:.2f}。softmax 自身的雅可比矩阵，10 个键时变小（平均范数 {jacobian10_off:.3f} 对 "
+        "{jacobian10_on:.3f}），1024 个键时反而变大（{jacobian1024_off:.3f} 对 {jacobian1024_on:.3f}）。"
+        "真正变小的是下尾：10 个键时查询梯度的第 10 百分位为 {low_off:.4f} 对 {low_on:.2f}。",
     ),
-    uses=(attend,),
+    uses=(attend, masked_softmax, apply_stack),
 )
+# The means of ‖J‖_F by the number of keys, for scores of σ = 1 and 8, of an independent measurement.
+JACOBIANS = {10: (0.348, 0.162), 64: (0.184, 0.210), 1024: (0.051, 0.251)}
+# Tenth percentiles of ‖dL/dq‖ with 10 keys: of 400,000 rows by query_gradient, below.
+TENTHS = {"on": 1.320, "off": 0.00595}
+ARMS = (("on", 0.5, Words("scaled", "缩放")), ("off", 0.0, Words("unscaled", "不缩放")))
 
 
 def back() -> Callable[..., tuple[jax.Array, jax.Array]]:
@@ -188,22 +206,30 @@ def gradients() -> Numbers:
     slope = back()
     lines: dict[str, list[float]] = {"on": [], "off": []}
     worst = wrong = 0.0
-    counts = (10, 64, 256)
-    for n in counts:
-        rows = min(1000, 25_600 // n)
-        (q, g), (k, v) = draws(n, 2, rows, 1, 1, 64), draws(n + 1, 2, rows, n, 1, 64)
-        sizes = {}
-        for name, exponent, kind in (("on", 0.5, Words("scaled", "缩放")), ("off", 0.0, Words("unscaled", "不缩放"))):
-            dq, dv = slope(q, k, v, g, jnp.float32(exponent))
-            wrong = max(wrong, float(np.max(np.abs(dq[:, 0, 0] - query_gradient(q, k, v, g, 64**-exponent)))))
-            worst = max(worst, float(np.max(np.abs(np.sum(np.asarray(dv, np.float64), axis=1) - g[:, 0]))))
-            sizes[name] = np.linalg.norm(np.asarray(dq[:, 0, 0], np.float64), axis=1)
+    counts = {10: (40, 1000), 64: (1, 400), 256: (1, 100), 1024: (4, 50)}  # keys -> batches of rows
+    for n, (batches, rows) in counts.items():
+        every: dict[str, list[np.ndarray]] = {"on": [], "off": []}
+        for batch in range(batches):
+            (q, g), (k, v) = (draws(n + i + 2 * batch, 2, rows, m, 1, 64) for i, m in enumerate((1, n)))
+            for name, exponent, _ in ARMS:
+                dq, dv = slope(q, k, v, g, jnp.float32(exponent))
+                every[name].append(np.linalg.norm(np.asarray(dq[:, 0, 0], np.float64), axis=1))
+                if batch:
+                    continue
+                wrong = max(wrong, float(np.max(np.abs(dq[:, 0, 0] - query_gradient(q, k, v, g, 64**-exponent)))))
+                worst = max(worst, float(np.max(np.abs(np.sum(np.asarray(dv, np.float64), axis=1) - g[:, 0]))))
+        sizes = {name: np.concatenate(parts) for name, parts in every.items()}
+        for name, _, kind in ARMS:
             lines[name].append(float(np.mean(sizes[name])))
             label = Words(f"mean ‖dL/dq‖, {kind.en}, {n} keys", f"‖dL/dq‖ 均值，{kind.zh}，{n} 个键")
             yield shown(f"{name}{n}", label, lines[name][-1], "float32")
             if n == 10:
                 label = Words(f"tenth percentile, {kind.en}, 10 keys", f"第 10 百分位，{kind.zh}，10 个键")
                 yield shown(f"low_{name}", label, np.percentile(sizes[name], 10), "float32")
+                label = Words(f"rows below {TENTHS[name]}, {kind.en}", f"低于 {TENTHS[name]} 的行，{kind.zh}")
+                # A binomial share, of rows here and of ten times as many there.
+                error = 5 * math.sqrt(1.1 * 0.1 * 0.9 / len(sizes[name]))
+                yield near(f"tenth_{name}", label, np.mean(sizes[name] <= TENTHS[name]), 0.1, error, "float32")
         ratio = np.mean(sizes["off"]) / np.mean(sizes["on"])
         label = Words(f"unscaled over scaled mean ‖dL/dq‖, {n} keys", f"不缩放与缩放的 ‖dL/dq‖ 均值之比，{n} 个键")
         # The weights' derivative shrinks to no less than 0.46 of it, the factor grows by 8.
@@ -212,13 +238,63 @@ def gradients() -> Numbers:
             label = Words("unscaled over scaled tenth percentile, 10 keys", "不缩放与缩放的第 10 百分位之比，10 个键")
             low = {name: np.percentile(size, 10) for name, size in sizes.items()}
             yield at_most("tail", label, low["off"] / low["on"], 0.1, "float32")
-    label = Words("max |Σ_j dL/dv_j − dL/dout|", "max |Σ_j dL/dv_j − dL/dout|")
+    label = Words("max |Σ_j dL/dv_j − g|", "max |Σ_j dL/dv_j − g|")
     yield at_most("values", label, worst, 1e-5, "float32")
     # Entries up to 100, sums of 64 to 256 terms.
     yield at_most("formula", Words("max |dL/dq − its formula|", "max |dL/dq − 公式|"), wrong, 2e-3, "float32")
+    yield from jacobians()
+    # The residual connection's part is 1; what the values and the feed-forward net add has no direction: less than
+    # √1.5 of g, in 16 rows of 64.
+    query, direct = past_saturation()
+    label = Words("max |dL/dW_q| of a layer whose weights are 0 and 1", "权重只有 0 和 1 的一层的 max |dL/dW_q|")
+    yield near("none", label, query, 0.0, dtype="float32")
+    label = Words("its dL/dx·g/‖g‖²", "该层的 dL/dx·g/‖g‖²")
+    yield near("residual", label, direct, 1.0, 5 * math.sqrt(1.5 * (1 / 16 + 1 / 64) / 64), "float32")
     caption = Words("Mean ‖dL/dq‖ by the number of keys, d_k = 64.", "‖dL/dq‖ 均值随键数的变化，d_k = 64。")
-    named = {"1/√d_k": (counts, lines["on"]), "1": (counts, lines["off"])}
+    named = {"1/√d_k": (list(counts), lines["on"]), "1": (list(counts), lines["off"])}
     yield Curves(caption, "n", "‖dL/dq‖", named, log_x=True, log_y=True)
+
+
+def jacobians() -> Numbers:
+    """The mean Frobenius norm of softmax's Jacobian: Σp² − 2Σp³ + (Σp²)² under the root."""
+    size = jax.jit(lambda s: jacobian_size(masked_softmax(s, None)))
+    for n, wanted in JACOBIANS.items():
+        rows = 20_000 if n == 10 else 5000
+        s = draws(100 + n, rows, n)
+        for (name, _, kind), sigma, want in zip(ARMS, (1, 8), wanted, strict=True):
+            found = np.asarray(size(np.float32(sigma) * s), np.float64)
+            # It lies between 0 and ½, so that its variance is m (½ − m) at most; both means are samples.
+            error = 5 * math.sqrt(2 * want * (0.5 - want) / rows)
+            label = Words(f"mean ‖J‖_F, {kind.en}, {n} keys", f"‖J‖_F 均值，{kind.zh}，{n} 个键")
+            yield near(f"jacobian{n}_{name}", label, np.mean(found), want, error, "float32")
+            if n == 10:
+                label = Words(f"‖J‖² by formula less by derivatives, {kind.en}", f"‖J‖²：公式与导数之差，{kind.zh}")
+                off = abs(np.linalg.norm(slopes(np.float32(sigma) * s[0])) ** 2 - found[0] ** 2)
+                yield at_most(f"jacobian_{name}", label, off, 16 * 2.0**-24, "float32")
+
+
+def jacobian_size(p: jax.Array) -> jax.Array:
+    """‖diag p − p pᵀ‖_F of rows [R, n]."""
+    squares = jnp.sum(p**2, axis=-1)
+    return jnp.sqrt(jnp.maximum(squares - 2 * jnp.sum(p**3, axis=-1) + squares**2, 0))
+
+
+def past_saturation() -> tuple[float, float]:
+    """max |dL/dW_q|, and the part of the output's gradient g left along g at the input, of a layer of 16 tokens.
+
+    All attend to the first alone, the end of all saturation.
+    """
+    config = Config(d_model=64, num_heads=1, d_ff=128, positions="none")
+    layers = init_stack(jax.random.key(0), config, 1, cross=False).layers
+    x, g = draws(120, 2, 1, 16, 64)
+
+    def loss(layers: Layer, x: jax.Array) -> jax.Array:
+        places, mask = jnp.arange(16, dtype=jnp.int32)[None], padding(jnp.ones(1, jnp.int32))
+        y, _ = apply_stack(Stack(layers, None), x, config, Hyper(dk_exponent=0.0), mask=mask, positions_BT=places)
+        return jnp.sum(y * g)
+
+    of_layers, of_x = jax.jit(jax.grad(loss, argnums=(0, 1)))(layers, x)
+    return np.max(np.abs(of_layers.attention.wq_DNH)), np.sum(of_x * g) / np.sum(g * g)
 
 
 b13 = chapter.claim(
@@ -274,9 +350,7 @@ b15 = chapter.claim(
     "B15",
     "S1 §2.2, S2 §4.3",
     Verdict.IMPRECISE,
-    Words(
-        "With a larger d_k the dot products become very large, or very small.", "d_k 越大，点积就变得越大，或极端地小。"
-    ),
+    Words("With a larger d_k the dot products become very large, or very small.", "d_k 越大，点积就变得极大，或极小。"),
     formula=r"\sigma(q \cdot k) = \sqrt{d_k}",
     finding=Words(
         "They spread: the mean stays 0, and the standard deviation grows as d_k to the power {slope:.3f}.",

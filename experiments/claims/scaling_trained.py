@@ -24,7 +24,12 @@ QUESTION = Question(
 
 def results(folder: Path, question: Question = QUESTION, seeds: int = SEEDS) -> dict[str, Any]:
     """results.json of the sweep, which claims B13 and B17 share: whichever comes first trains it."""
-    return trained(question, seeds, folder.parent / question.name)[0]
+    names = {
+        "on": Words("divided by √d_k", "除以 √d_k"),
+        "off": Words("not divided", "不缩放"),
+        "twice": Words("divided by d_k", "除以 d_k"),
+    }
+    return trained(question, seeds, folder.parent / question.name, names=names)[0]
 
 
 def learns_unscaled(folder: Path) -> Numbers:

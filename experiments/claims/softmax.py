@@ -84,7 +84,7 @@ f06 = chapter.claim(
         "written is {rate05:.3f}, {rate1:.3f} and {rate2:.3f}: below 1 it is likelier than real text, and poorer.",
         "让一条马尔可夫链按不同温度书写：温度 0 时，它以 {cycle:.0f} 个符号为一圈循环。温度 0.5、1、2 时，"
         "每个符号在该链下的代价为 {cost05:.3f}、{cost1:.3f}、{cost2:.3f} nat，所写文本的熵率为 "
-        "{rate05:.3f}、{rate1:.3f}、{rate2:.3f}：低于 1 时文本比真实文本更可能，也更贫乏。",
+        "{rate05:.3f}、{rate1:.3f}、{rate2:.3f}：低于 1 时所写文本比真实文本概率更高，也更贫乏。",
     ),
     learned=Words(
         "Trained models at T = 0 repeat {repeat0:.0%} of their 4-grams, at 0.5 {repeat05:.0%}, at 1 {repeat1:.0%}; a "
@@ -142,9 +142,9 @@ f07 = chapter.claim(
     finding=Words(
         "It depends on the model. The most probable of a question's answers is drawn less often as T rises: one of "
         "{sure:.2f} at T = 1 with {low:.3f} at 0.1, {middle:.3f} at 0.8 and {high:.3f} at 1.2. If the second is the "
-        "right one, warmth helps: {wrong_low:.3f} at 0.1, {wrong_high:.3f} at 1.2. No threshold stands at 1.2.",
+        "right one, warmth helps: {wrong_low:.4f} at 0.1, {wrong_high:.3f} at 1.2. No threshold stands at 1.2.",
         "这要看模型。一道题最可能的答案，T 越高越少被抽到：T = 1 时为 {sure:.2f} 的答案，在 0.1、0.8、1.2 时为 "
-        "{low:.3f}、{middle:.3f}、{high:.3f}。若正确的是居次的那个，升温反而有益：0.1 时 {wrong_low:.3f}，"
+        "{low:.3f}、{middle:.3f}、{high:.3f}。若正确的是居次的那个，升温反而有益：0.1 时 {wrong_low:.4f}，"
         "1.2 时 {wrong_high:.3f}。1.2 处并没有什么门槛。",
     ),
     learned=Words(
@@ -252,7 +252,7 @@ def samplers() -> Numbers:
     drawn, chances = np.reshape(ids, (R, N)), []
     for i, (name, of) in enumerate(zip(SETTINGS, each, strict=True)):
         want = truncated(z, of)
-        label = Words(f"max |Δp| by hand, {name}", f"与手算的 max |Δp|，{name}")
+        label = Words(f"max |Δp| by hand, {name}", f"与手算的 max |Δp|，{name.replace('penalty', '惩罚')}")
         yield at_most(f"p{i}", label, np.abs(np.asarray(p[i]) - want).max(), ROUNDING, "float32")
         inside = np.flatnonzero(want)
         counts = {(int(x),): int((drawn[i] == x).sum()) for x in np.unique(drawn[i])}

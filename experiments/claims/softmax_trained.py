@@ -44,7 +44,8 @@ NAMES = {"softmax": "softmax", "relu": "线性（正分）", "sigmoid": "sigmoid
 
 def normalisers(folder: Path) -> Numbers:
     """Each normaliser at its own best rate on a task that nothing but attention solves."""
-    found, _ = trained(NORMALISERS, SEEDS, folder)
+    texts = {kind: Words(kind, zh) for kind, zh in NAMES.items()}
+    found, _ = trained(NORMALISERS, SEEDS, folder, names=texts)
     by_name = arms(found)
     for kind in KINDS:
         zh, ends = NAMES[kind], by_name[kind]["metrics"]["report_loss"]["ci95"]
@@ -118,7 +119,8 @@ def writers(folder: Path) -> list[models_of.Model]:
 
 def trained_models(question: Question, seeds: int, folder: Path) -> list[models_of.Model]:
     """The models of the only arm at its best rate, one a seed; those that diverged are left out."""
-    arm = trained(question, seeds, folder)[0]["arms"][0]
+    texts = {"writer": Words("writer", "书写模型"), "sums": Words("sums", "加法模型")}
+    arm = trained(question, seeds, folder, names=texts)[0]["arms"][0]
     every, losses = models_of.models(folder), arm["metrics"]["report_loss"]["per_seed"]
     return [every[Run(0, arm["best_learning_rate"], seed)] for seed, loss in enumerate(losses) if loss is not None]
 

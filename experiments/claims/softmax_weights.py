@@ -9,7 +9,7 @@ import numpy as np
 
 from experiments.claims import softmax_trained
 from experiments.claims.information_probes import EPSILON, ROUNDING, softmax64
-from experiments.claims.record import Chapter, Curves, Numbers, Verdict, Words, at_least, at_most, near
+from experiments.claims.record import Chapter, Curves, Numbers, Verdict, Words, at_most, near
 from transformer_jax.samplers import Sampler, adjusted
 from transformer_jax.scores import entmax15, masked_relu, masked_sigmoid, masked_softmax
 
@@ -54,8 +54,13 @@ def rows_sum_to_one() -> Numbers:
     yield at_most(
         "sum", Words("max |Σ − 1|, float32", "max |Σ − 1|（float32）"), np.abs(w.sum(axis=1) - 1).max(), 1e-6, "float32"
     )
-    yield at_least("least", Words("least weight", "最小的权重"), w.min(), 1e-9, "float32")
-    yield at_most("largest", Words("largest weight", "最大的权重"), w.max(), 1 - 1e-3, "float32")
+    label = Words("weights that are not between 0 and 1", "不在 0 与 1 之间的权重数")
+    yield near("outside", label, np.sum((w <= 0) | (w >= 1)), 0, dtype="float32")
+    label = Words(
+        "largest weight of a row over its least, against e^{max − min}", "行内最大与最小权重之比，与 e^{max − min} 相比"
+    )
+    ratio = w.max(axis=1) / w.min(axis=1) / np.exp(np.ptp(z.astype(np.float64), axis=1))
+    yield near("ratio", label, ratio[np.argmax(np.abs(ratio - 1))], 1.0, ROUNDING, "float32")
     label = Words("max |Δweight| to the formula in float64", "与 float64 公式的 max |Δ权重|")
     yield at_most("formula", label, np.abs(w - softmax64(z.astype(np.float64))).max(), ROUNDING, "float32")
     # Each weight and the sum that it is divided by are rounded to 2⁻⁹ of themselves.

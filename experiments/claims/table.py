@@ -10,8 +10,8 @@ from experiments.terminal import console_of, say
 
 MARKS = {"passed": "ok", "failed": "FAILED", "broken": "BROKEN", "unverifiable": "–", "at full depth": "full"}
 STYLES = {"failed": "bold red", "broken": "bold red", "unverifiable": "dim", "at full depth": "dim"}
-# What is said of these is that the article is not simply right.
-EXPLAINED = (Verdict.WRONG, Verdict.CONDITIONAL)
+# What is said of these is that the article is not simply right, and where it fails.
+EXPLAINED = (Verdict.WRONG, Verdict.CONDITIONAL, Verdict.OVERCLAIM)
 
 
 def watch(claims: Sequence[Claim], depth: str, folder: Path) -> Iterator[Checked]:

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from experiments import ask, results
@@ -13,9 +14,17 @@ from experiments.sweep import Outcome, Question, run_sweep
 from experiments.workdir import open_workdir, write_json
 
 
-def trained(question: Question, seeds: int, folder: Path, *, chooses: bool = True) -> tuple[dict[str, Any], Outcome]:
+def trained(
+    question: Question,
+    seeds: int,
+    folder: Path,
+    *,
+    chooses: bool = True,
+    names: Mapping[str, Words] = MappingProxyType({}),
+) -> tuple[dict[str, Any], Outcome]:
     """(results.json of the sweep, its runs). What `folder` holds of it is kept: the same command goes on.
 
+    names: what a reader is told of an arm, where its own name will not do in both languages.
     Warns with a Caveat for each arm whose best rate is an end of the range, or diverged with some seeds, unless no
     arm's best rate is asked for (`chooses`).
     Raises KeyboardInterrupt where the sweep is interrupted, after saving; WorkdirError if the folder holds another.
@@ -31,20 +40,20 @@ def trained(question: Question, seeds: int, folder: Path, *, chooses: bool = Tru
     found = results.build(outcome)
     if chooses and len(question.learning_rates) > 1:
         for arm in found["arms"]:
-            best_rate(
-                arm["name"], {row["learning_rate"]: row["selection"]["per_seed"] for row in arm["learning_rates"]}
-            )
+            losses = {row["learning_rate"]: row["selection"]["per_seed"] for row in arm["learning_rates"]}
+            best_rate(names.get(arm["name"], arm["name"]), losses)
     write_json(folder / "results.json", found)
     return found, outcome
 
 
-def best_rate(name: str, selection: Mapping[float, Sequence[Value]]) -> float:
+def best_rate(name: str | Words, selection: Mapping[float, Sequence[Value]]) -> float:
     """The rate of `selection` (rate -> losses over seeds) as stats.best_setting chooses; warns with its Caveat."""
     best = best_setting(selection)
     if best.warning:
+        who = Words(name, name) if isinstance(name, str) else name
         zh = [f"最佳学习率 {best.value:g} 是所试范围的端点，范围外或许更好"] if best.at_edge else []
         zh += [f"在最佳学习率 {best.value:g} 下有 {best.diverged} 个种子发散"] if best.diverged else []
-        warnings.warn(Caveat(Words(f"{name}: {best.warning}", f"{name}：{'；'.join(zh)}")), stacklevel=2)
+        warnings.warn(Caveat(Words(f"{who.en}: {best.warning}", f"{who.zh}：{'；'.join(zh)}")), stacklevel=2)
     return best.value
 
 
