@@ -183,8 +183,8 @@ g04 = chapter.claim(
         "问两个符号哪个在前，不加位置编码：因果模型答对 {first_causal:.1%}，双向模型在各学习率共 {first_runs:.0f} 次训"
         "练中平均答对 {first_blind:.1%}（偏离一半不超过 {first_off:.1%}），加上位置编码则答对 {first_told:.1%}。在由前"
         "两个符号及其次序决定下一个符号的链上，因果模型达到 {causal_nats:.2f} nat（可能的最小值为 {floor:.2f}）；双向"
-        "模型的输入里甚至包含答案，却只到 {bidirectional_nats:.2f}。仅凭最后一个符号则为 {one:.2f}：它只学到部分次序信"
-        "息。",
+        "模型的输入里甚至包含答案，却只到 {bidirectional_nats:.2f}。仅凭最后一个符号则为 {one:.2f}：因果模型只学到部分"
+        "次序信息。",
     ),
     uses=(forward, causal),
 )
