@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from experiments import stats
 from experiments.claims.paired import apart, lower, lower_arm, per_seed
 from experiments.claims.record import Curves, Number, Numbers, Words, at_least, at_most, shown
 from experiments.claims.training import arms, compared, mean, trained
@@ -152,11 +153,11 @@ def before_or_after(
     for i, (kind, zh) in enumerate({"pre": "归一化在前", "post": "归一化在后"}.items()):
         best = [made[Run(i, by_name[kind]["best_learning_rate"], seed)] for seed in range(seeds)]
         starts = [init_state(one.config, Hyper(), run_key(seed)).weights for seed, one in enumerate(best)]
-        ends = {"first": starts, "last": [one.params for one in best]}
+        weights = {"first": starts, "last": [one.params for one in best]}
         for name, step in (("first", Words("at the start", "训练前")), ("last", Words("at the end", "训练后"))):
             ratios = [
                 first_over_last(one.config, params, device_hyper(one.hyper))
-                for one, params in zip(best, ends[name], strict=True)
+                for one, params in zip(best, weights[name], strict=True)
             ]
             logs[kind, name] = np.log(ratios).tolist()
             label = Words(
@@ -164,7 +165,8 @@ def before_or_after(
             )
             yield shown(f"ratio_{kind}_{name}", label, np.exp(np.mean(logs[kind, name])), "float32")
     label = Words("ln of that ratio at the end, norms after less before", "训练后该比值的对数，归一化在后减在前")
-    yield from lower("faded", label, logs["post", "last"], logs["pre", "last"])
+    ends = {kind: logs[kind, "last"] for kind in ("post", "pre")}
+    yield from apart("faded", label, stats.compare(ends, [("post", "pre")], "ln ratio")[0].to_dict())
     yield from [*losses(found), *losses(without), learning(found)]
 
 
