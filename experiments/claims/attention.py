@@ -41,10 +41,11 @@ h09 = chapter.claim(
     ),
     learned=Words(
         "On text, each at the best of the rates tried, the validation loss of 4 heads differs from that "
-        "of one by {four_mean:+.3f} "
-        "nats, that of 8 by {eight_mean:+.3f}, that of 16, which are 4 wide, by {sixteen_mean:+.3f}.",
-        "在文本上、各取最佳学习率时，4 头的验证损失与单头相差 {four_mean:+.3f} nat，8 头相差 {eight_mean:+.3f}，"
-        "每头仅 4 维的 16 头相差 {sixteen_mean:+.3f}。",
+        "of one by {four_mean:+.3f} nats (p {four_p:.2g}), that of 8 by {eight_mean:+.3f} (p {eight_p:.2g}), that of "
+        "16, which are 4 wide, by {sixteen_mean:+.3f} (p {sixteen_p:.2g}).",
+        "在文本上、各取最佳学习率时，4 头的验证损失与单头相差 {four_mean:+.3f} nat（p 值 {four_p:.2g}），8 头相差 "
+        "{eight_mean:+.3f}（p 值 {eight_p:.2g}），每头仅 4 维的 16 头相差 {sixteen_mean:+.3f}（p 值 "
+        "{sixteen_p:.2g}）。",
     ),
     uses=(init_attention,),
 )
@@ -180,10 +181,13 @@ h13 = chapter.claim(
         "d_ff = 4d 时，前馈网络占一层参数的 {share:.4f}：收益须与这一代价相权衡。",
     ),
     learned=Words(
-        "On text, d_ff = 4d differs by {net_mean:+.3f} nats from a net of one unit, by {expansion_mean:+.3f} from "
-        "d_ff = d, and by {depth_mean:+.3f} from as many weights in twice the layers with d_ff = d.",
-        "在文本上，d_ff = 4d 与只有一个单元的网络相差 {net_mean:+.3f} nat，与 d_ff = d 相差 {expansion_mean:+.3f}，"
-        "与层数加倍、d_ff = d 而参数同样多的模型相差 {depth_mean:+.3f}。",
+        "A gain, no leap: on text d_ff = 4d ends at {wide:.3f} nats, d_ff = d at {even:.3f} (difference "
+        "{expansion_lower:+.3f} to {expansion_upper:+.3f}). Nor is it the weights alone: as many in twice the layers "
+        "with d_ff = d give {deep:.3f} ({depth_lower:+.3f} to {depth_upper:+.3f}). Next to no net, d_ff = 1, gives "
+        "{none:.3f}.",
+        "有收益，但谈不上飞跃：在文本上 d_ff = 4d 的损失为 {wide:.3f} nat，d_ff = d 为 {even:.3f}（差值 "
+        "{expansion_lower:+.3f} 至 {expansion_upper:+.3f}）。也不只是参数多：同样多的参数用于层数加倍、d_ff = d 的模型"
+        "得 {deep:.3f}（{depth_lower:+.3f} 至 {depth_upper:+.3f}）。几乎没有前馈网络（d_ff = 1）则为 {none:.3f}。",
     ),
     uses=(init_attention, init_ffn),
 )
@@ -236,11 +240,13 @@ h15 = chapter.claim(
     ),
     finding=Words(
         "Where it is known what belongs together, it does: the largest weight of a single head stands on the right "
-        "source token in {copy:.3f} of cases on copying and {reverse:.3f} on reversing (median of the seeds). It need "
+        "source token in {copy:.3f} of cases on copying and {reverse:.3f} on reversing (median of the seeds; alignment "
+        "error rates {copy_aer:.3f} and {reverse_aer:.3f}). It need "
         "not: of all runs that write {right:.0%} of the tokens right, one has {copy_least:.2f} and one "
         "{reverse_least:.2f}. (The median was chosen after a first look.)",
         "在对应关系已知的任务上确实如此：单头的最大权重落在正确源词元上的比例，复制任务为 {copy:.3f}，"
-        "反转任务为 {reverse:.3f}（各种子的中位数）。但并非必然：在写对至少 {right:.0%} 词元的运行中，"
+        "反转任务为 {reverse:.3f}（各种子的中位数；对齐错误率 {copy_aer:.3f} 与 {reverse_aer:.3f}）。"
+        "但并非必然：在写对至少 {right:.0%} 词元的运行中，"
         "复制任务最低的一次只有 {copy_least:.2f}，反转任务最低的只有 {reverse_least:.2f}。"
         "（用中位数判定是看过初步结果后定下的。）",
     ),

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from experiments import trained as models
-from experiments.claims.paired import lower_arm
+from experiments.claims.paired import apart, lower_arm
 from experiments.claims.record import Numbers, Words, at_least, shown
 from experiments.claims.training import arms, compared, mean, trained
 from experiments.grid import Arm
@@ -50,10 +50,8 @@ def heads(folder: Path) -> Numbers:
     """H09: several heads against one."""
     found, _ = trained(heads_question(), SEEDS, folder)
     yield from lower_arm("four", Words("4 heads less 1, nats", "4 头减 1 头（nat）"), found, "h4", "h1")
-    label = Words("8 heads less 1, mean", "8 头减 1 头，均值")
-    yield shown("eight_mean", label, compared(found, "h8", "h1")["difference"], F32)
-    label = Words("16 heads less 1, mean", "16 头减 1 头，均值")
-    yield shown("sixteen_mean", label, compared(found, "h16", "h1")["difference"], F32)
+    yield from apart("eight", Words("8 heads less 1, nats", "8 头减 1 头（nat）"), compared(found, "h8", "h1"))
+    yield from apart("sixteen", Words("16 heads less 1, nats", "16 头减 1 头（nat）"), compared(found, "h16", "h1"))
     yield from losses(found, {f"h{h}": Words(f"loss, h = {h}", f"损失，h = {h}") for h in HEADS})
 
 
@@ -76,15 +74,15 @@ def width_question() -> Question:
 
 
 def widths(folder: Path) -> Numbers:
-    """H13: d_ff = 4d against a net of one unit, against d_ff = d, and against as many weights in more layers."""
+    """H13: d_ff = 4d against d_ff = d, and against as many weights in more layers; a net of one unit is shown."""
     texts = {name: Words(f"d_ff = {F}, L = {L}", f"d_ff = {F}，L = {L}") for name, (F, L) in WIDTHS.items()}
     found, _ = trained(width_question(), SEEDS, folder, names=texts)
+    label = Words("d_ff = 4d less d_ff = d, nats", "d_ff = 4d 减 d_ff = d（nat）")
+    yield from lower_arm("expansion", label, found, "wide", "even")
+    label = Words("d_ff = 4d less four layers of d_ff = d, nats", "d_ff = 4d 减四层 d_ff = d（nat）")
+    yield from lower_arm("depth", label, found, "wide", "deep")
     label = Words("d_ff = 4d less d_ff = 1, nats", "d_ff = 4d 减 d_ff = 1（nat）")
-    yield from lower_arm("net", label, found, "wide", "none")
-    label = Words("d_ff = 4d less d_ff = d, mean", "d_ff = 4d 减 d_ff = d，均值")
-    yield shown("expansion_mean", label, compared(found, "wide", "even")["difference"], F32)
-    label = Words("d_ff = 4d less four layers of d_ff = d, mean", "d_ff = 4d 减四层 d_ff = d，均值")
-    yield shown("depth_mean", label, compared(found, "wide", "deep")["difference"], F32)
+    yield from apart("net", label, compared(found, "wide", "none"))
     names = {name: Words(f"loss, d_ff = {F}, L = {L}", f"损失，d_ff = {F}，L = {L}") for name, (F, L) in WIDTHS.items()}
     yield from losses(found, names)
 
@@ -159,6 +157,9 @@ def alignment(folder: Path) -> Numbers:
             f"{TASK_NAMES[task].zh}：最佳头的对齐率（{SEEDS} 个种子的中位数）",
         )
         yield at_least(task, label, np.median(best), 0.95, F32)
+        # Alignment error rate 1 − 2|A∩S|/(|A| + |S|) (Och & Ney 2003): A and S have a link for every token written.
+        label = Words(f"{task}: alignment error rate, median", f"{task}：对齐错误率（中位数）")
+        yield shown(f"{task}_aer", label, 1 - np.median(best), F32)
         ends = {run: outcome.of(i, run.learning_rate)[run.seed].final("report_accuracy") for run in hits}
         able = [hit for run, hit in hits.items() if (ends[run] or 0.0) >= RIGHT]
         label = Words(

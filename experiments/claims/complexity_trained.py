@@ -12,9 +12,8 @@ import numpy as np
 
 from experiments import stats
 from experiments.claims.record import Curves, Numbers, Words, at_least, shown
-from experiments.claims.training import best_rate
+from experiments.claims.training import best_rate, kept
 from experiments.program import run_key
-from experiments.workdir import read_json, write_json
 from transformer_jax import keys, sharding
 from transformer_jax.batch import Batch
 from transformer_jax.config import Config, Hyper, to_dict
@@ -25,7 +24,8 @@ from transformer_jax.optim import optimizer
 from transformer_jax.train import batch_key
 
 SYMBOLS, SEEDS = (6, 12, 24), 6
-RATES = (1e-3, 2.5e-3, 6e-3)
+RATES = {"attention": (1e-3, 2.5e-3, 6e-3), "gru": (2.5e-3, 6e-3, 1.5e-2)}
+LEARNT = 0.99  # of the answers right
 STEPS, HELD_OUT = 1000, 8  # updates, and evaluation batches of each n and split
 ARMS = ("attention", "gru")
 # A block of n/2 to n of n symbols, again and again to the end of the row: what followed this symbol before?
@@ -114,13 +114,13 @@ def runs(name: str, seeds: int = SEEDS, steps: int = STEPS) -> dict[str, Any]:
     [rates, seeds, symbols]."""
     arm = {"attention": attention, "gru": gru}[name](config_of(SYMBOLS[-1]))
     mesh = sharding.runs_mesh()
-    settings = [(rate, seed) for rate in RATES for seed in range(seeds)]
+    settings = [(rate, seed) for rate in RATES[name] for seed in range(seeds)]
     filled = settings + [settings[-1]] * (-len(settings) % mesh.size)  # copies fill the devices
     rates = jnp.asarray([rate for rate, _ in filled], jnp.float32)
     all_keys = jnp.stack([run_key(seed) for _, seed in filled])
     one = sharding.over_runs(functools.partial(fit, arm, steps), mesh, shared=0, donate=False)
     found = one(*sharding.place_runs((rates, all_keys), mesh))
-    shape = (len(RATES), seeds)
+    shape = (len(RATES[name]), seeds)
     loss = np.asarray(found["loss"], np.float64)[: len(settings)].reshape(shape)
     accuracy = np.asarray(found["accuracy"], np.float64)[: len(settings)].reshape(*shape, len(SYMBOLS))
     return {"loss": loss.tolist(), "accuracy": accuracy.tolist()}
@@ -128,11 +128,9 @@ def runs(name: str, seeds: int = SEEDS, steps: int = STEPS) -> dict[str, Any]:
 
 def chosen(name: str, found: Mapping[str, Any]) -> list[list[float]]:
     """Accuracy of an arm by n and seed, at its own best rate: chosen on one split, reported on the other."""
-    best = best_rate(
-        {"attention": Words("attention", "注意力"), "gru": Words("GRU", "GRU")}[name],
-        dict(zip(RATES, found["loss"], strict=True)),
-    )
-    return np.asarray(found["accuracy"])[RATES.index(best)].T.tolist()
+    names = {"attention": Words("attention", "注意力"), "gru": Words("GRU", "GRU")}
+    best = best_rate(names[name], dict(zip(RATES[name], found["loss"], strict=True)))
+    return np.asarray(found["accuracy"])[RATES[name].index(best)].T.tolist()
 
 
 def judged(found: dict[tuple[str, int], list[float]]) -> Numbers:
@@ -144,7 +142,7 @@ def judged(found: dict[tuple[str, int], list[float]]) -> Numbers:
         value = ends[name, n][side]
         return math.nan if value is None else value
 
-    # Shown: of six seeds one attention arm has not learnt so many symbols either, and no p is small.
+    # Shown: of six seeds one attention arm has not learnt so many symbols at all, and no p is small.
     apart = stats.mean_interval([a - b for a, b in zip(found["gru", most], found["attention", most], strict=True)])
     ends_of = {
         "sooner": Words("mean", "均值"),
@@ -165,9 +163,16 @@ def judged(found: dict[tuple[str, int], list[float]]) -> Numbers:
     yield at_least("lost", label, math.nan if low is None else low, 1 / least - 1 / most, "float32")
     label = Words(f"GRU, n = {least}: lower end", f"GRU，n = {least}：下端")
     yield at_least("gru_low", label, end("gru", least, 1), 0.9, "float32")
+    label = Words(f"attention, n = {most}: median of the seeds", f"注意力，n = {most}：各种子的中位数")
+    yield at_least("kept", label, np.median(found["attention", most]), LEARNT, "float32")
     for name, words in (("attention", Words("attention", "注意力")), ("gru", Words("GRU", "GRU"))):
         for n in SYMBOLS:
-            yield shown(f"{name}{n}", Words(f"{words.en}, n = {n}", f"{words.zh}，n = {n}"), end(name, n, 0), "float32")
+            label = Words(f"{words.en}, n = {n}", f"{words.zh}，n = {n}")
+            yield shown(f"{name}{n}", label, np.median(found[name, n]), "float32")
+            yield shown(f"{name}{n}_mean", Words(f"{label.en}, mean", f"{label.zh}，均值"), end(name, n, 0), "float32")
+            text = Words(f"{label.en}: seeds above {LEARNT:.0%}", f"{label.zh}：超过 {LEARNT:.0%} 的种子数")
+            yield shown(f"{name}{n}_learnt", text, sum(x >= LEARNT for x in found[name, n]))
+    yield shown("seeds", Words("seeds", "种子数"), len(found["gru", most]))
     lines = {name: (list(SYMBOLS), [end(name, n, 0) for n in SYMBOLS]) for name in ARMS}
     caption = Words("Accuracy of recall among n symbols.", "在 n 个符号中回忆的正确率。")
     yield Curves(caption, "n", "accuracy", lines)
@@ -175,22 +180,17 @@ def judged(found: dict[tuple[str, int], list[float]]) -> Numbers:
 
 def recall(folder: Path) -> Numbers:
     """Accuracy against n for both arms; what is done is kept in the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
     found: dict[tuple[str, int], list[float]] = {}
-    settings = {
-        "steps": STEPS,
-        "seeds": SEEDS,
-        "symbols": list(SYMBOLS),
-        "held_out": HELD_OUT,
-        "rates": list(RATES),
-        "keeps": ["loss", "accuracy"],
-        "config": to_dict(config_of(SYMBOLS[-1])),
-    }
     for name in ARMS:
-        path = folder / f"{name}.json"
-        kept: Any = read_json(path)
-        if not kept or kept["of"] != settings:
-            kept = {"of": settings, **runs(name)}
-            write_json(path, kept)
-        found |= {(name, n): of for n, of in zip(SYMBOLS, chosen(name, kept), strict=True)}
+        settings = {
+            "steps": STEPS,
+            "seeds": SEEDS,
+            "symbols": list(SYMBOLS),
+            "held_out": HELD_OUT,
+            "rates": list(RATES[name]),
+            "keeps": ["loss", "accuracy"],
+            "config": to_dict(config_of(SYMBOLS[-1])),
+        }
+        made = kept(folder / f"{name}.json", settings, functools.partial(runs, name))
+        found |= {(name, n): of for n, of in zip(SYMBOLS, chosen(name, made), strict=True)}
     yield from judged(found)

@@ -5,6 +5,7 @@ them, so that what it gives up tells the divergences apart. Students of all dire
 and batches are the same.
 """
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.claims.paired import lower
+from experiments import stats
+from experiments.claims.paired import apart, lower
 from experiments.claims.record import Numbers, Words, shown
-from experiments.claims.training import best_rate
+from experiments.claims.training import best_rate, kept
 from experiments.program import run_key
-from experiments.workdir import read_json, write_json
 from transformer_jax.batch import Batch
 from transformer_jax.config import Config, Hyper, to_dict
 from transformer_jax.data import make_task
@@ -28,7 +29,7 @@ from transformer_jax.optim import optimizer
 from transformer_jax.train import batch_key
 
 SEEDS = 10
-RATES = (1e-2, 3e-2, 1e-1)
+RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 STUDENT = Config(
     task="markov",
     vocab_size=12,
@@ -98,17 +99,15 @@ def students(config: Config, direction: str, seeds: int) -> dict[str, jax.Array]
 
 def asked(config: Config, seeds: int, folder: Path) -> Scores:
     """All directions; one that `folder` holds already is read."""
-    folder.mkdir(parents=True, exist_ok=True)
-    found: Scores = {}
-    for direction in DISTILLATIONS:
-        path, of = folder / f"{direction}.json", {"config": to_dict(config), "seeds": seeds, "rates": list(RATES)}
-        held = read_json(path)
-        if not held or held["of"] != of:
-            scores = {name: np.asarray(x).tolist() for name, x in students(config, direction, seeds).items()}
-            held = {"of": of, "scores": scores}
-            write_json(path, held)
-        found[direction] = held["scores"]
-    return found
+    of = {"config": to_dict(config), "seeds": seeds, "rates": list(RATES)}
+
+    def scores(direction: str) -> dict[str, Any]:
+        return {"scores": {name: np.asarray(x).tolist() for name, x in students(config, direction, seeds).items()}}
+
+    return {
+        direction: kept(folder / f"{direction}.json", of, functools.partial(scores, direction))["scores"]
+        for direction in DISTILLATIONS
+    }
 
 
 def judged_by(by: str, metric: str) -> Words:
@@ -123,23 +122,28 @@ def chosen(by: str, scores: Mapping[str, list[list[float]]], metric: str) -> lis
     return scores[f"report_{metric}"][RATES.index(best)]
 
 
-def narrow(by: str, scores: Mapping[str, list[list[float]]]) -> list[float]:
-    """The students' entropy by seed, at the rate that is best for KL(teacher‖student)."""
-    best = best_rate(judged_by(by, "forward"), dict(zip(RATES, scores["selection_forward"], strict=True)))
+def narrow(by: str, scores: Mapping[str, list[list[float]]], metric: str) -> list[float]:
+    """The students' entropy by seed, at the rate that is best for `metric`."""
+    best = best_rate(judged_by(by, metric), dict(zip(RATES, scores[f"selection_{metric}"], strict=True)))
     return scores["report_entropy"][RATES.index(best)]
 
 
 def directions(folder: Path, config: Config = STUDENT, seeds: int = SEEDS) -> Numbers:
     """The forward direction is the better one by its own measure, and the reverse gives the narrower student.
 
-    By KL(student‖teacher) the two do not differ: it is shown, not judged.
+    Narrower with each at the rate that is best for its own loss. By KL(student‖teacher) the two do not differ, nor in
+    entropy where KL(teacher‖student) chooses the rate of both: these are shown, not judged.
     """
     scores = asked(config, seeds, folder)
     gap = {(by, metric): chosen(by, scores[by], metric) for by in DISTILLATIONS for metric in ("forward", "reverse")}
     label = Words("KL(teacher‖student), trained by it − by the reverse", "KL(教师‖学生)：按它训练 − 按反向训练")
     yield from lower("covers", label, gap["forward", "forward"], gap["reverse", "forward"])
+    wide = narrow("forward", scores["forward"], "forward")
     label = Words("the student's entropy, trained by the reverse − by forward", "学生的熵：按反向训练 − 按正向训练")
-    yield from lower("seeks", label, narrow("reverse", scores["reverse"]), narrow("forward", scores["forward"]))
+    yield from lower("seeks", label, narrow("reverse", scores["reverse"], "reverse"), wide)
+    label = Words("the same, rates best for KL(teacher‖student)", "同上，按 KL(教师‖学生) 选学习率")
+    early = {"reverse": narrow("reverse", scores["reverse"], "forward"), "forward": wide}
+    yield from apart("early", label, stats.compare(early, [("reverse", "forward")], "entropy")[0].to_dict())
     label = Words("KL(student‖teacher), trained by it − by forward", "KL(学生‖教师)：按它训练 − 按正向训练")
     yield shown("reverse_mean", label, np.mean(np.subtract(gap["reverse", "reverse"], gap["forward", "reverse"])))
     for by, zh in zip(DISTILLATIONS, ("正向", "反向", "JS"), strict=True):
@@ -147,4 +151,5 @@ def directions(folder: Path, config: Config = STUDENT, seeds: int = SEEDS) -> Nu
         label = Words(f"KL(teacher‖student), trained by {by.replace('_', '–')}", f"按{zh}训练后的 KL(教师‖学生)")
         yield shown(f"{name}_gap", label, np.mean(gap[by, "forward"]), "float32")
         label = Words(f"the student's entropy, trained by {by.replace('_', '–')}", f"按{zh}训练后学生的熵")
-        yield shown(f"{name}_entropy", label, np.mean(narrow(by, scores[by])), "float32")
+        own = "reverse" if by == "reverse" else "forward"  # of Jensen and Shannon's own loss no rate is known
+        yield shown(f"{name}_entropy", label, np.mean(narrow(by, scores[by], own)), "float32")

@@ -9,11 +9,11 @@ import numpy as np
 
 from experiments.claims.paired import lower, lower_arm
 from experiments.claims.record import Numbers, Words, at_least, at_most, shown
-from experiments.claims.training import arms, best_rate, compared, mean, trained
+from experiments.claims.training import arms, best_rate, compared, kept, mean, trained
 from experiments.grid import Arm
 from experiments.sweep import Outcome, Question
 from transformer_jax.batch import Batch
-from transformer_jax.config import Config, Hyper
+from transformer_jax.config import Config, Hyper, to_dict
 from transformer_jax.data import SPLITS, Task, make_task
 from transformer_jax.encoder_decoder import Transformer, forward, init_transformer
 from transformer_jax.losses import cross_entropy, distillation
@@ -111,7 +111,7 @@ def optimisers(folder: Path) -> Numbers:
 # --- J07: distillation -------------------------------------------------------------------
 
 STUDENTS = ("data", "forward", "reverse", "jensen_shannon")
-STUDENT_RATES = (3e-3, 1e-2, 3e-2)
+STUDENT_RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 STUDENT_SEEDS = 6
 TEACHER = Config(d_model=32, num_heads=2, num_layers=2, seq_len=32, batch_size=16, steps=400)
 TEACHER = TEACHER.replace(task="markov", vocab_size=16)
@@ -156,8 +156,8 @@ def student(task: Task, teacher: Transformer, hyper: Hyper, way: jax.Array, key:
     return jax.lax.scan(step, (params, rule.init(params)), jnp.arange(STUDENT.steps))[0][0]
 
 
-def lessons() -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """(split -> nats per token [ways, rates, seeds, 4], the four measures of `sums_of`; the teacher's own loss).
+def lessons() -> dict[str, Any]:
+    """Of each split: nats per token [ways, rates, seeds, 4], the four measures of `sums_of`; teacher: its own loss.
 
     One teacher for all; students of a seed share first weights and batches.
     """
@@ -187,29 +187,40 @@ def lessons() -> tuple[dict[str, np.ndarray], np.ndarray]:
 
     keys = jax.vmap(jax.random.key)(jnp.arange(STUDENT_SEEDS))
     made, history = every(jax.random.key(1000), keys)
-    return {split: np.asarray(x, np.float64) for split, x in made.items()}, np.asarray(history, np.float64)
+    return {name: np.asarray(x, np.float64).tolist() for name, x in {**made, "teacher": history}.items()}
 
 
 def students(folder: Path) -> Numbers:
-    """J07: each way of learning at the rate that is best for its own loss; nothing is kept in the folder."""
-    found, history = lessons()
-    kept = {}
+    """J07: each way of learning at the rate that is best for its own loss."""
+    settings = {
+        "teacher": to_dict(TEACHER),
+        "student": to_dict(STUDENT),
+        "teacher_rate": TEACHER_RATE,
+        "rates": list(STUDENT_RATES),
+        "seeds": STUDENT_SEEDS,
+        "ways": list(STUDENTS),
+        "evaluated": EVALUATED,
+    }
+    held = kept(folder / "lessons.json", settings, lessons)
+    found = {split: np.asarray(held[split]) for split in SPLITS}
+    best = {}
     for i, way in enumerate(STUDENTS):
         own = {rate: values[:, i].tolist() for rate, values in zip(STUDENT_RATES, found["selection"][i], strict=True)}
-        kept[way] = found["report"][i, STUDENT_RATES.index(best_rate(WAYS[way], own))]
+        best[way] = found["report"][i, STUDENT_RATES.index(best_rate(WAYS[way], own))]
     ways = {
         "forward": (1, "reverse", Words("KL(teacher‖student)", "KL(教师‖学生)")),
         "reverse": (2, "forward", Words("KL(student‖teacher)", "KL(学生‖教师)")),
     }
     for way, (measure, other, label) in ways.items():
         words = Words(f"{label.en}: {way} less {other}", f"{label.zh}：按{WAYS[way].zh}学得减按{WAYS[other].zh}学得")
-        yield from lower(f"by_{way}", words, *([float(x) for x in kept[name][:, measure]] for name in (way, other)))
+        yield from lower(f"by_{way}", words, *([float(x) for x in best[name][:, measure]] for name in (way, other)))
     for i, (measure, label) in enumerate({"forward": ways["forward"][2], "reverse": ways["reverse"][2]}.items(), 1):
         for name in STUDENTS:
             words = Words(f"{label.en}, learnt by {name}", f"{label.zh}，按{WAYS[name].zh}学得")
-            yield shown(f"{measure}_{name}", words, kept[name][:, i].mean(), F32)
+            yield shown(f"{measure}_{name}", words, best[name][:, i].mean(), F32)
     yield shown("floor", Words("entropy rate of the chain", "该链的熵率"), make_task(STUDENT).floor or float("nan"))
-    yield shown("teacher_loss", Words("the teacher's training loss", "教师的训练损失"), history[-40:].mean(), F32)
+    words = Words("the teacher's training loss", "教师的训练损失")
+    yield shown("teacher_loss", words, np.mean(held["teacher"][-40:]), F32)
     for name in STUDENTS:
         words = Words(f"loss on the data, learnt by {name}", f"数据上的损失，按{WAYS[name].zh}学得")
-        yield shown(f"loss_{name}", words, kept[name][:, 0].mean(), F32)
+        yield shown(f"loss_{name}", words, best[name][:, 0].mean(), F32)

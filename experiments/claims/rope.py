@@ -153,13 +153,17 @@ a11 = chapter.claim(
     ),
     learned=Words(
         "Trained on rows of 32, RoPE has {rope4:.2f} times its loss on rows of 128 ({rope_low:.2f} to "
-        "{rope_high:.2f}), sinusoidal positions {sinusoidal4:.2f} times, none {none4:.2f}, ALiBi {alibi4:.2f}; RoPE "
-        "stretched afterwards {linear4:.2f} (linear), {ntk4:.2f} (NTK), {yarn4:.2f} (YaRN). A learned "
-        "table ends where training did.",
+        "{rope_high:.2f}), sinusoidal positions {sinusoidal4:.2f} times ({sinusoidal_low:.2f} to "
+        "{sinusoidal_high:.2f}), none {none4:.2f} ({none_low:.2f} to {none_high:.2f}), ALiBi {alibi4:.3f} "
+        "({alibi_low:.3f} to {alibi_high:.3f}); RoPE stretched afterwards {linear4:.2f} (linear), {ntk4:.2f} (NTK), "
+        "{yarn4:.2f} (YaRN). A learned table with rows that training never met has {learned4:.2f} times its loss "
+        "({learned_low:.2f} to {learned_high:.2f}); one that ends where training did refuses longer rows.",
         "在长度 32 的行上训练后，RoPE 在长度 128 的行上的损失是原来的 {rope4:.2f} 倍（{rope_low:.2f} 至 "
-        "{rope_high:.2f}），正余弦编码 {sinusoidal4:.2f} 倍，不加位置编码 {none4:.2f} 倍，ALiBi {alibi4:.2f} 倍；"
-        "事后缩放的 RoPE 为 {linear4:.2f}（线性）、{ntk4:.2f}（NTK）、{yarn4:.2f}（YaRN）倍。"
-        "可学习的位置表到训练长度为止，无法外推。",
+        "{rope_high:.2f}），正余弦编码 {sinusoidal4:.2f} 倍（{sinusoidal_low:.2f} 至 {sinusoidal_high:.2f}），"
+        "不加位置编码 {none4:.2f} 倍（{none_low:.2f} 至 {none_high:.2f}），ALiBi {alibi4:.3f} 倍（{alibi_low:.3f} 至 "
+        "{alibi_high:.3f}）；事后缩放的 RoPE 为 {linear4:.2f}（线性）、{ntk4:.2f}（NTK）、{yarn4:.2f}（YaRN）倍。"
+        "可学习的位置表若含训练中从未用到的行，损失为原来的 {learned4:.2f} 倍（{learned_low:.2f} 至 "
+        "{learned_high:.2f}）；若只到训练长度，则拒绝更长的行。",
     ),
     uses=(attend, masks.causal, masks.window, rotation, rotate),
 )

@@ -10,6 +10,7 @@ import numpy as np
 
 from experiments import stats
 from experiments.claims import training
+from experiments.claims.paired import LOWER, UPPER, apart
 from experiments.claims.record import Curves, Numbers, Words, at_least, at_most, near, shown
 from experiments.grid import Arm, Run
 from experiments.loop import device_hyper
@@ -24,6 +25,7 @@ T, FACTORS, SEEDS = 32, (1, 2, 4), 6
 KINDS = ("rope", "none", "alibi", "sinusoidal")
 SCALINGS = ("linear", "ntk", "yarn")  # of the trained RoPE models, without further training
 RATES = (7e-4, 2e-3, 6e-3, 1.8e-2)
+TABLE = "learned"  # a table of as many rows as the longest row has: those past T are never trained
 BASE = Config(d_model=64, num_heads=4, num_layers=2, seq_len=T, batch_size=8, steps=300, scan_unroll=0)
 # Tokens of an evaluation batch, whatever its rows' length, and such batches of the report split (about half of it).
 TOKENS, HELD_OUT = 4096, 4
@@ -32,6 +34,7 @@ PAIRS = (("alibi", "rope"), ("none", "rope"), ("sinusoidal", "rope"), *((kind, "
 NAMES = {
     "rope": Words("RoPE", "RoPE"),
     "none": Words("no positions", "不加位置编码"),
+    TABLE: Words("learned table", "可学习的位置表"),
     "alibi": Words("ALiBi", "ALiBi"),
     "sinusoidal": Words("sinusoidal", "正余弦编码"),
     "linear": Words("RoPE scaled linearly", "RoPE 线性缩放"),
@@ -48,6 +51,18 @@ def question() -> Question:
         arms=tuple(Arm(kind, BASE.replace(positions=kind), Hyper()) for kind in KINDS),
         learning_rates=RATES,
         comparisons=(("rope", "none"), ("rope", "alibi"), ("rope", "sinusoidal")),
+    )
+
+
+def untrained_rows() -> Question:
+    """The same with a learned table whose last rows training never meets."""
+    config = BASE.replace(positions=TABLE, max_positions=FACTORS[-1] * T)
+    return Question(
+        name="untrained_rows",
+        title="Does a learned table read past the rows that were trained?",
+        arms=(Arm(TABLE, config, Hyper()),),
+        learning_rates=RATES,
+        comparisons=(),
     )
 
 
@@ -82,6 +97,10 @@ def extrapolation(folder: Path) -> Numbers:
         if kind == "rope":
             at_T = {1: nats[kind][1]}  # where nothing is stretched
             nats |= {s: at_T | {f: losses(mine, f, s) for f in FACTORS[1:]} for s in SCALINGS}
+    arm = training.trained(untrained_rows(), SEEDS, folder / TABLE)[0]["arms"][0]
+    trained = models(folder / TABLE)
+    mine = [trained[Run(0, arm["best_learning_rate"], seed)] for seed in range(SEEDS)]
+    nats[TABLE] = {factor: losses(mine, factor) for factor in FACTORS}
     yield from judged(nats)
     table = BASE.replace(positions="learned", max_positions=T)
     try:
@@ -102,21 +121,33 @@ def judged(nats: dict[str, dict[int, list[float]]]) -> Numbers:
     """The numbers of A11 from each kind's losses by factor and seed."""
     ratios = {kind: {f: (np.array(by[f]) / np.array(by[1])).tolist() for f in FACTORS} for kind, by in nats.items()}
     last = FACTORS[-1]
-    _, low, high = stats.mean_interval(ratios["rope"][last])
-    label = Words("RoPE, NLL(4T) / NLL(T): lower end of the 95% interval", "RoPE 的 NLL(4T) / NLL(T)：95% 区间下端")
-    yield at_least("rope_low", label, number(low), 1.0, "float32")
-    yield shown("rope_high", Words("upper end", "上端"), number(high), "float32")
+    for kind, by in ratios.items():
+        _, low, high = stats.mean_interval(by[last])
+        label = Words(
+            f"{NAMES[kind].en}, NLL(4T) / NLL(T), {LOWER.en}", f"{NAMES[kind].zh}，NLL(4T) / NLL(T)，{LOWER.zh}"
+        )
+        if kind in ("rope", TABLE):
+            yield at_least(f"{kind}_low", label, number(low), 1.0, "float32")
+        else:
+            yield shown(f"{kind}_low", label, number(low), "float32")
+        label = Words(
+            f"{NAMES[kind].en}, NLL(4T) / NLL(T), {UPPER.en}", f"{NAMES[kind].zh}，NLL(4T) / NLL(T)，{UPPER.zh}"
+        )
+        yield shown(f"{kind}_high", label, number(high), "float32")
     rows = stats.compare({kind: by[last] for kind, by in ratios.items()}, PAIRS, "NLL(4T)/NLL(T)")
     alibi = rows[0]
-    label = Words("ALiBi less RoPE, of that ratio", "同一比值，ALiBi 减 RoPE")
-    yield at_most("alibi_less", label, number(alibi.difference), 0.0, "float32")
+    label = Words(f"ALiBi less RoPE, of that ratio, {UPPER.en}", f"同一比值，ALiBi 减 RoPE，{UPPER.zh}")
+    yield at_most("alibi_less", label, alibi.ci95[1] if alibi.ci95 else number(None), 0.0, "float32")
     yield at_most("alibi_p", Words("its p, adjusted", "其校正后的 p"), number(alibi.p_adjusted), 0.05, "float32")
+    for row in rows:
+        label = Words(f"{NAMES[row.a].en} less RoPE, of that ratio", f"同一比值，{NAMES[row.a].zh}减 RoPE")
+        yield from apart(f"{row.a}_less", label, row.to_dict())
     for kind, by in ratios.items():
         name = NAMES[kind]
         for factor in FACTORS[1:]:
             label = Words(f"{name.en}, NLL({factor}T) / NLL(T)", f"{name.zh}，NLL({factor}T) / NLL(T)")
             yield shown(f"{kind}{factor}", label, np.mean(by[factor]), "float32")
-    for kind in ("rope", "none", "alibi", "sinusoidal"):
+    for kind in (*KINDS, TABLE):
         label = Words(f"{NAMES[kind].en}, NLL(T)", f"{NAMES[kind].zh}，NLL(T)")
         yield shown(f"{kind}_loss", label, np.mean(nats[kind][1]), "float32")
     lines = {kind: ([T * f for f in FACTORS], [float(np.mean(by[f])) for f in FACTORS]) for kind, by in ratios.items()}

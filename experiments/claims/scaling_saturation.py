@@ -307,10 +307,11 @@ b13 = chapter.claim(
         "{loss_off:.3f} nats a byte without the division and at {loss_on:.3f} with it (difference {low:.3f} to "
         "{high:.3f}); before the first "
         "step the query's mean gradient is {gradients:.1f} times as large without. Dividing by d_k gives "
-        "{loss_twice:.3f}: √d_k is not the best here.",
+        "{loss_twice:.3f} (by {twice_lower:.3f} to {twice_upper:.3f}): √d_k is not the best here.",
         "能学，只是较差。单头、头维度 64 的模型各取所试学习率中最好的：不缩放时损失为每字节 {loss_off:.3f} nat，"
         "缩放时为 {loss_on:.3f}（差值 {low:.3f} 至 {high:.3f}）；训练之前，不缩放时查询梯度的均值是缩放时的 "
-        "{gradients:.1f} 倍。除以 d_k 则得 {loss_twice:.3f}：√d_k 在此并非最优。",
+        "{gradients:.1f} 倍。除以 d_k 则得 {loss_twice:.3f}（差值 {twice_lower:.3f} 至 {twice_upper:.3f}）："
+        "√d_k 在此并非最优。",
     ),
     uses=(attend, score_factor),
 )

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from experiments.claims.paired import lower_arm
 from experiments.claims.record import Curves, Numbers, Words, at_least, at_most, near, shown
 from experiments.claims.training import arms, compared, mean, trained
 from experiments.dk_scaling import BASE, EXPONENTS, RATES, SEEDS
@@ -43,6 +44,8 @@ def learns_unscaled(folder: Path) -> Numbers:
     )
     yield shown("low", Words("the same: lower end", "同上：区间下端"), low, "float32")
     yield at_most("p", Words("p, adjusted", "p 值（已校正）"), row["p_adjusted"], 0.05, "float32")
+    label = Words("loss, divided by d_k less by √d_k", "损失差，除以 d_k 减除以 √d_k")
+    yield from lower_arm("twice", label, found, "twice", "on")
     start = off["observed"]["selection_loss"][0]
     label = Words("loss without the division, over that before training", "不缩放时的损失与训练前之比")
     yield at_most("left", label, mean(off, "report_loss") / start, 0.5, "float32")

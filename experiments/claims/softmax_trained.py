@@ -6,19 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from experiments import temperature, tempering
+from experiments import stats, temperature, tempering
 from experiments import trained as models_of
-from experiments.claims.paired import lower
+from experiments.claims.paired import LOWER, UPPER, apart, lower, lower_arm
 from experiments.claims.record import Curves, Numbers, Words, at_least, at_most, shown
 from experiments.claims.training import arms, compared, mean, trained
 from experiments.grid import Arm, Run
+from experiments.loop import device_hyper
 from experiments.sweep import Question
 from transformer_jax import keys
+from transformer_jax.batch import Batch
 from transformer_jax.config import Config, Hyper
 from transformer_jax.data import make_task
 from transformer_jax.data.markov import ORDER
+from transformer_jax.encoder_decoder import Transformer, forward
 
 SEEDS = 6
 SEEDS_OF_SUMS = 16  # some have learnt to add by the last step, and some have not begun: six seeds tell nothing
@@ -42,11 +46,46 @@ NORMALISERS = Question(
 NAMES = {"softmax": "softmax", "relu": "线性（正分）", "sigmoid": "sigmoid", "entmax15": "1.5-entmax"}
 
 
+def divided(model: models_of.Model) -> np.ndarray:
+    """s_j / Σ s of a model's scores on a batch, [rows, T] with 0 at hidden keys; rows of one key are left out."""
+    config, task = model.config, make_task(model.config)
+
+    @jax.jit
+    def of(params: Transformer, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        trace = forward(params, config, device_hyper(model.hyper), batch, trace=True)[1].decoder
+        assert trace is not None
+        visible = trace.allowed_BNTS & (trace.allowed_BNTS.sum(axis=-1, keepdims=True) > 1)
+        return jnp.where(visible, trace.scores_BNTS, 0), visible
+
+    scores, visible = (np.asarray(x) for x in of(model.params, task.eval_batch(task.data, "report", 0)))
+    rows = scores.reshape(-1, scores.shape[-1])[visible.any(axis=-1).ravel()]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return rows / rows.sum(axis=-1, keepdims=True)
+
+
+def undivided(folder: Path, rate: float) -> Numbers:
+    """What plain division by the sum would do with the scores of the trained softmax models."""
+    made = models_of.models(folder)
+    rows = np.concatenate([divided(made[Run(0, rate, seed)]) for seed in range(SEEDS)])
+    whole = np.isfinite(rows).all(axis=-1)
+    label = Words("trained scores over their sum: rows with NaN or ∞", "训练后的得分除以总和：含 NaN 或 ∞ 的行")
+    yield shown("plain_nan", label, 1 - whole.mean(), "float32")
+    label = Words("the same: rows with a weight below 0", "同上：含负权重的行")
+    yield at_least("plain_negative", label, (rows < 0).any(axis=-1).mean(), 0.5, "float32")
+    label = Words("the same: largest |weight|", "同上：|权重| 的最大值")
+    yield shown("plain_most", label, np.abs(rows[whole]).max(), "float32")
+
+
 def normalisers(folder: Path) -> Numbers:
-    """Each normaliser at its own best rate on a task that nothing but attention solves."""
+    """Each normaliser at its own best rate on a task that nothing but attention solves.
+
+    Judged: linear, kept to positive scores, learns, and less well than softmax.
+    """
     texts = {kind: Words(kind, zh) for kind, zh in NAMES.items()}
     found, _ = trained(NORMALISERS, SEEDS, folder, names=texts)
     by_name = arms(found)
+    label = Words("loss, softmax less linear (positive scores)", "损失差，softmax 减线性（正分）")
+    yield from lower_arm("linear", label, found, "softmax", "relu")
     for kind in KINDS:
         zh, ends = NAMES[kind], by_name[kind]["metrics"]["report_loss"]["ci95"]
         label = Words(f"{kind}, upper end of the 95% interval of the loss", f"{zh}：损失的 95% 区间上端")
@@ -57,11 +96,9 @@ def normalisers(folder: Path) -> Numbers:
         lost = len(by_name[kind]["diverged"])
         yield shown(f"{kind}_lost", Words(f"runs that diverged, {kind}", f"发散的训练次数（{zh}）"), lost)
         if kind != "softmax":
-            row = compared(found, kind, "softmax")
-            difference = float("nan") if row["difference"] is None else row["difference"]
-            yield shown(f"{kind}_more", Words(f"{kind} − softmax", f"{zh} − softmax"), difference, "float32")
-            p = float("nan") if row["p_adjusted"] is None else row["p_adjusted"]
-            yield shown(f"{kind}_p", Words(f"{kind} against softmax, p", f"{zh} 与 softmax 之比较，p 值"), p)
+            label = Words(f"loss, {kind} less softmax", f"损失差，{zh}减 softmax")
+            yield from apart(f"{kind}_more", label, compared(found, kind, "softmax"))
+    yield from undivided(folder, by_name["softmax"]["best_learning_rate"])
 
 
 # --- F04 ----------------------------------------------------------------------------
@@ -175,7 +212,7 @@ def writing(folder: Path) -> Numbers:
 
 # --- F07 ----------------------------------------------------------------------------
 
-OF_ANSWERS = (0.0, 0.1, 0.4, 0.8, 1.0, 1.2, 2.0)
+OF_ANSWERS = (0.0, 0.1, 0.4, 0.8, 1.0, 1.2, 1.4, 1.6, 2.0)
 SUMS = Question(
     name="claim_F07",
     title="How often is an answer right at each temperature?",
@@ -187,7 +224,7 @@ SUMS = Question(
             Hyper(),
         ),
     ),
-    learning_rates=RATES,
+    learning_rates=(*RATES, 3e-2),
     comparisons=(),
 )  # fmt: skip
 
@@ -224,13 +261,29 @@ def answering(folder: Path) -> Numbers:
     yield from lower("general", label, of(right, 0.8), of(right, 0.1))
     label = Words("right, T = 1.2 − T = 0.8", "答对率，T = 1.2 − T = 0.8")
     yield from lower("hot", label, of(right, 1.2), of(right, 0.8))
-    for T in OF_ANSWERS:
+    # A threshold at 1.2 would at least double what a step of 0.2 costs.
+    before, after = (right[:, at[T]] - right[:, at[T] + 1] for T in (1.0, 1.2))
+    label = Words(
+        "right answers lost, T = 1.2 to 1.4, less twice those of 1 to 1.2",
+        "答对率的下降，T 从 1.2 到 1.4，减从 1 到 1.2 的两倍",
+    )
+    yield from lower("threshold", label, after.tolist(), (2 * before).tolist())
+    label = Words("right answers lost, T = 1.2 to 1.4 less 1 to 1.2", "答对率的下降，T 从 1.2 到 1.4 减从 1 到 1.2")
+    row = stats.compare({"after": after.tolist(), "before": before.tolist()}, [("after", "before")], "right")[0]
+    yield from apart("steeper", label, row.to_dict())
+    bands = [stats.mean_interval(right[:, i].tolist()) for i in range(len(OF_ANSWERS))]
+    ends = np.array([[np.nan if end is None else end for end in band[1:]] for band in bands])
+    for T, (low, high) in zip(OF_ANSWERS, ends, strict=True):
         name = f"{T:g}".replace(".", "")
-        yield shown(
-            f"right{name}", Words(f"right, T = {T:g}", f"T = {T:g} 时的答对率"), right[:, at[T]].mean(), "float32"
-        )
+        label = Words(f"right, T = {T:g}", f"T = {T:g} 时的答对率")
+        yield shown(f"right{name}", label, right[:, at[T]].mean(), "float32")
+        yield shown(f"right{name}_low", Words(f"{label.en}, {LOWER.en}", f"{label.zh}，{LOWER.zh}"), low, "float32")
+        yield shown(f"right{name}_high", Words(f"{label.en}, {UPPER.en}", f"{label.zh}，{UPPER.zh}"), high, "float32")
         label = Words(f"calibration error, T = {T:g}", f"T = {T:g} 时的校准误差")
         yield shown(f"ece{name}", label, error[:, at[T]].mean(), "float32")
-    lines = {"right": (OF_ANSWERS, right.mean(axis=0).tolist()), "ECE": (OF_ANSWERS, error.mean(axis=0).tolist())}
-    caption = Words("Answers that are right, and the calibration error.", "答对率与校准误差。")
+    curves = {"right": right.mean(axis=0), "95%": ends[:, 0], "95% ": ends[:, 1], "ECE": error.mean(axis=0)}
+    lines = {name: (OF_ANSWERS, curve.tolist()) for name, curve in curves.items()}
+    caption = Words(
+        "Answers that are right, with their interval, and the calibration error.", "答对率及其区间，与校准误差。"
+    )
     yield Curves(caption, "T", "part", lines)

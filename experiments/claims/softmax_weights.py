@@ -125,10 +125,17 @@ f03 = chapter.claim(
     ),
     learned=Words(
         "Trained to recall what followed a symbol, each at its best rate: {softmax:.2f} nats with softmax, {relu:.2f} "
-        "with positive scores divided by their sum (p of the difference {relu_p:.2g}), {sigmoid:.2f} with sigmoids, "
-        "{entmax15:.2f} with 1.5-entmax.",
-        "训练模型回忆某符号之后出现过什么，各取最佳学习率：softmax {softmax:.2f} nat，"
-        "正分除以总和 {relu:.2f}（差异的 p 值 {relu_p:.2g}），sigmoid {sigmoid:.2f}，1.5-entmax {entmax15:.2f}。",
+        "with positive scores divided by their sum ({relu_more_low:+.2f} to {relu_more_high:+.2f}, p {relu_more_p:.2g})"
+        ", {sigmoid:.2f} with sigmoids ({sigmoid_more_low:+.2f} to {sigmoid_more_high:+.2f}), {entmax15:.2f} with "
+        "1.5-entmax ({entmax15_more_low:+.2f} to {entmax15_more_high:+.2f}). So linear works, and less well; of "
+        "sigmoids these seeds do not tell. Divided by their sum as they are, the trained scores would give "
+        "{plain_negative:.0%} of the rows negative weights, one of size {plain_most:,.0f}, and {plain_nan:.2%} NaN.",
+        "训练模型回忆某符号之后出现过什么，各取最佳学习率：softmax {softmax:.2f} nat，正分除以总和 {relu:.2f}"
+        "（{relu_more_low:+.2f} 至 {relu_more_high:+.2f}，p 值 {relu_more_p:.2g}），sigmoid {sigmoid:.2f}"
+        "（{sigmoid_more_low:+.2f} 至 {sigmoid_more_high:+.2f}），1.5-entmax {entmax15:.2f}"
+        "（{entmax15_more_low:+.2f} 至 {entmax15_more_high:+.2f}）。可见线性能用，但较差；sigmoid 则这些种子无法判定。"
+        "若把训练后的得分原样除以总和，{plain_negative:.0%} 的行会出现负权重，最大的达 {plain_most:,.0f}，"
+        "出现 NaN 的行占 {plain_nan:.2%}。",
     ),
     uses=(masked_softmax, masked_relu, masked_sigmoid, entmax15),
 )

@@ -1,7 +1,7 @@
-"""Claims that only training can tell: a sweep with the project's own statistics, in the ledger's folder."""
+"""Claims that only training can tell: what is trained for them is kept in the ledger's folder."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -11,7 +11,7 @@ from experiments.claims.record import Caveat, Words
 from experiments.interrupt import Stopper
 from experiments.stats import Value, best_setting
 from experiments.sweep import Outcome, Question, run_sweep
-from experiments.workdir import open_workdir, write_json
+from experiments.workdir import open_workdir, read_json, write_json
 
 
 def trained(
@@ -55,6 +55,19 @@ def best_rate(name: str | Words, selection: Mapping[float, Sequence[Value]]) -> 
         zh += [f"在最佳学习率 {best.value:g} 下有 {best.diverged} 个种子发散"] if best.diverged else []
         warnings.warn(Caveat(Words(f"{who.en}: {best.warning}", f"{who.zh}：{'；'.join(zh)}")), stacklevel=2)
     return best.value
+
+
+def kept(path: Path, of: Mapping[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `make` gives, a JSON object, kept in the file `path`; read from there if it was made of the same settings.
+
+    of: everything that decides what is made, which the file says under "of".
+    """
+    held = read_json(path)
+    if not held or held["of"] != of:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        held = {"of": of, **make()}
+        write_json(path, held)
+    return held
 
 
 def arms(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
