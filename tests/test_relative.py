@@ -12,8 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer_jax import relative
+from tests.quick import jit
+from tests.test_beam import PAIR
+from tests.test_decode import HYPER, parameters
+from transformer_jax import masks, relative
 from transformer_jax.errors import ConfigError
+from transformer_jax.layers import apply_stack
 from transformer_jax.relative import Bias, alibi_slopes, relative_buckets
 
 GOLDEN = Path(__file__).parents[2] / "shared" / "golden"
@@ -293,3 +297,27 @@ def test_biases_are_pytrees() -> None:
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), made(0), made(1))
     np.testing.assert_array_equal(jax.vmap(lambda bias: bias.dense(5, 5))(stacked), np.stack(each))
     assert np.max(np.abs(each[0] - each[1])) > 0.1
+
+
+# --- where they are added -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("positions", ["t5", "alibi", "rope"])
+def test_n8_cross_attention_knows_no_distance(positions: str) -> None:
+    """What the encoder gave may be read in any order, with its mask: only self-attention has the bias or the turn."""
+    config = PAIR.replace(positions=positions)
+    params, rng = parameters(config), np.random.default_rng(0)
+    x, memory = (jnp.asarray(rng.normal(size=(1, n, config.D)), jnp.float32) for n in (5, 7))
+    allowed, order = rng.random((1, 1, 5, 7)) < 0.6, rng.permutation(7)
+
+    def run(x: jax.Array, memory: jax.Array, allowed: jax.Array) -> jax.Array:
+        return apply_stack(
+            params.decoder, x, config, HYPER, mask=masks.causal(), positions_BT=jnp.arange(5)[None], memory=memory,
+            memory_mask=masks.dense(allowed),
+        )[0]  # fmt: skip
+
+    out = jit(run)(x, memory, jnp.asarray(allowed))
+    mixed = jit(run)(x, memory[:, order], jnp.asarray(allowed[..., order]))
+    np.testing.assert_allclose(mixed, out, atol=1e-5)
+    other = jit(run)(x, memory[:, order], jnp.asarray(allowed))
+    assert np.abs(other - out).max() > 1e-2, "the mask is no part of this"
