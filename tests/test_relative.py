@@ -279,8 +279,12 @@ def test_c2_float_positions_are_refused(dtype: str) -> None:
     positions = jnp.arange(3)[None].astype(dtype)
     t5 = relative.t5(jnp.asarray(table(6, 2)), distance=7, bidirectional=True)
     for bias in (relative.alibi(2), t5):
+        with pytest.raises(TypeError, match=f"query positions are {dtype}"):
+            bias.at(positions, positions)
+        at = jnp.arange(3)
+        block = masks.Block(at, at, positions[:, None, :, None], positions[:, None, None, :])  # past .at()
         with pytest.raises(TypeError, match=f"relative positions are {dtype}"):
-            bias.at(positions, positions).dense(3, 3)
+            bias.parts[0].biases(block)
 
 
 def test_biases_are_pytrees() -> None:
