@@ -254,42 +254,6 @@ def test_a7_rows_of_a_padded_batch_equal_their_own_run(architecture: str) -> Non
     np.testing.assert_array_equal(again[0], got[0])
 
 
-@pytest.mark.parametrize("architecture", ["decoder", "encoder", "encoder_decoder"])
-def test_a7_f15_dynamic_rope_reads_neither_padding_nor_other_documents(architecture: str) -> None:
-    """Past the original context the angles depend on the length: a row's real one, a document's own."""
-    stretched = {"rope_scaling": "dynamic", "rope_original_positions": 2}
-    config, hyper = SMALL.replace(architecture=architecture, **stretched), HYPER.replace(rope_factor=4.0)
-    p, both = parameters(config), architecture == "encoder_decoder"
-    b = batch(3, source_BS=tokens(3, S, seed=1)) if both else batch(3)
-    lengths, sources = (7, 4, 1), (2, 5, 3)
-    padded = b.replace(lengths_B=jnp.array(lengths), source_lengths_B=jnp.array(sources) if both else None)
-    got = logits_of(config, p, hyper, padded)
-    for row, (t, s) in enumerate(zip(lengths, sources, strict=True)):
-        alone = Batch(b.tokens_BT[row : row + 1, :t], b.targets_BT[row : row + 1, :t], jnp.ones((1, t)))
-        alone = alone.replace(source_BS=b.source_BS[row : row + 1, :s]) if both else alone
-        np.testing.assert_allclose(got[row, :t], logits_of(config, p, hyper, alone)[0], atol=2e-6)
-    # Two documents in a row, their ids not in order; the first is in two parts.
-    places, ids = jnp.array([[0, 1, 0, 1, 2, 2, 3]]), jnp.array([[9, 9, 4, 4, 4, 9, 9]])
-    packed = jax.tree.map(lambda a: a[:1], b).replace(positions_BT=places, segments_BT=ids)
-    got = logits_of(config, p, hyper, packed)
-    for which in ((0, 1, 5, 6), (2, 3, 4)):
-        at = jnp.array(which)
-        alone = jax.tree.map(lambda a, at=at: a[:1, at] if a.shape[1] == T else a[:1], b)
-        np.testing.assert_allclose(got[0, at], logits_of(config, p, hyper, alone)[0], atol=2e-6)
-    # The lengths matter: as long as the whole row, the shorter document turns otherwise.
-    assert np.abs(logits_of(config, p, hyper, packed.replace(segments_BT=ids * 0)) - got).max() > 1e-3
-
-
-def test_packed_documents_share_no_slots_of_experts() -> None:
-    config = SMALL.replace(num_experts=2, experts_per_token=1)
-    packed = batch(segments_BT=jnp.zeros((2, T), jnp.int32))
-    with pytest.raises(ConfigError, match=r"segments with expert_capacity=1.25: .* expert_capacity=0 drops none"):
-        jax.eval_shape(lambda p: forward(p, config, HYPER, packed)[0], parameters(config))
-    with pytest.raises(ConfigError, match="packing with expert_capacity=1.25"):
-        config.replace(packing=True)
-    config.replace(packing=True, expert_capacity=0.0)
-
-
 def test_a10_source_padding_changes_nothing() -> None:
     config = SMALL.replace(architecture="encoder_decoder")
     p, source, pad = parameters(config), np.array(tokens(2, S, seed=1)) % (V - 1), V - 1
