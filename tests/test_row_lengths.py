@@ -9,6 +9,7 @@ from tests.test_encoder_decoder import HYPER, SMALL, S, T, batch, logits_of, par
 from transformer_jax.batch import Batch
 from transformer_jax.encoder_decoder import forward
 from transformer_jax.errors import ConfigError
+from transformer_jax.rope import lengths_of
 
 
 @pytest.mark.parametrize("architecture", ["decoder", "encoder", "encoder_decoder"])
@@ -45,3 +46,10 @@ def test_packed_documents_share_no_slots_of_experts() -> None:
     with pytest.raises(ConfigError, match="packing with expert_capacity=1.25"):
         config.replace(packing=True)
     config.replace(packing=True, expert_capacity=0.0)
+
+
+def test_one_row_of_segments_serves_rows_of_other_lengths() -> None:
+    places, ids = jnp.array([[0, 1, 0, 1, 2]]), jnp.array([[7, 7, 3, 3, 3]])
+    real = jnp.array([[True] * 5, [True] * 4 + [False]])
+    np.testing.assert_array_equal(lengths_of(places, real, ids), [[2, 2, 3, 3, 3], [2, 2, 2, 2, 2]])
+    np.testing.assert_array_equal(lengths_of(places, None, jnp.array([[7, 7, 3, 3, 3], [0] * 5]))[1], [3] * 5)

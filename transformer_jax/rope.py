@@ -61,7 +61,7 @@ def lengths_of(
         bins_T = jnp.searchsorted(jnp.sort(ids_T), ids_T)
         return jnp.full_like(positions_T, -1).at[bins_T].max(positions_T)[bins_T] + 1
 
-    return jax.vmap(of_segments)(jnp.broadcast_to(positions_BT, segments_BT.shape), segments_BT)
+    return jax.vmap(of_segments)(*jnp.broadcast_arrays(positions_BT, segments_BT))
 
 
 def from_config(

@@ -26,7 +26,8 @@ from transformer_jax.errors import DataError
 
 MAX_BYTES = 1 << 30  # of a file, unpacked
 ENCRYPTED = 1  # a bit of a zip member's flags
-# Damage as gzip, zipfile and what they unpack with report it; NotImplementedError: a compression that zipfile lacks.
+# Damage as gzip, zipfile and what they unpack with report it. zipfile says NotImplementedError of a compression that it
+# lacks, such as that of another archiver; no list of those that it has is public.
 UNPACKING = (gzip.BadGzipFile, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, NotImplementedError)
 JSON_ENDINGS = (".jsonl", ".ndjson", ".json")
 JSON_KEYS = (("source", "target"), ("src", "tgt"))
