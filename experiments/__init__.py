@@ -10,6 +10,7 @@ REGISTRY: dict[str, str] = {
     "masking": "what does each mask let a model learn, and which ones cheat? honest losses, leaks, constants",
     "temperature": "what does temperature do in attention, and to what a model writes? entropy, diversity, calibration",
     "matrix": "trained models under other temperatures, exponents, masks and RoPE bases (--restore=WORKDIR)",
+    "ablation": "what does any setting do? arms of any fields, on any task, with statistics; ensembles of seeds",
     "train": "train one configuration on any task, with checkpoints; the same command again resumes",
     "evaluate": "loss, perplexity, samples; of pairs all metrics and a report (--restore=WORKDIR)",
     "inspect": "what a workdir's checkpoints hold: steps, code, configuration, counts and norms (--restore=WORKDIR)",

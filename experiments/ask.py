@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from experiments import trained
 from experiments.flags import Settings
 from experiments.interrupt import Stopper
 from experiments.program import check
@@ -62,6 +63,9 @@ def run(
         overwrite=settings.overwrite,
         grows=growth(question, seeds),
     )
+    texts = {config: make_task(config).text for config in {arm.config for arm in question.arms}}
+    of_arms = [texts[arm.config] for arm in question.arms]
+    trained.keep_tokenizers(workdir, [None if text is None else text.tokenizers for text in of_arms])
     return _answer(settings, question, seeds, workdir, devices, sections, afterwards)
 
 

@@ -1,11 +1,11 @@
-"""Trained models of pairs as flags name them: one workdir or several, with their tokenizers."""
+"""Trained models of pairs as flags name them, with their tokenizers: of `train`, or the seeds of an arm of a sweep."""
 
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments import restoring
+from experiments import restoring, trained
 from experiments.flags import Settings
 from experiments.translating import ROWS, Translator
 from experiments.workdir import TOKENIZERS, WorkdirError, differences
@@ -15,7 +15,7 @@ from transformer_jax.data import Tokenizers
 from transformer_jax.data.pairs_task import PAIR_TASKS
 from transformer_jax.errors import CheckpointError, ConfigError
 
-FLAGS = ("restore", "restore_step", "average", "beam", "n_best", "penalty", "length_penalty", "strict")
+FLAGS = ("restore", "restore_step", "arm", "average", "beam", "n_best", "penalty", "length_penalty", "strict")
 DATA = ("pairs", "dev", "test", "batch_size")  # fields of Config that are not the model's, and may differ
 # How a model was trained, which what it computes does not depend on.
 LEARNING = frozenset({
@@ -30,11 +30,30 @@ COMPUTED = ("attention_softcap", "final_softcap")  # the terms that evaluation h
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """A translator, the first model's settings with what the flags change, and lines that say what was read."""
+    """A translator, what its models are called, and lines that say what was read.
+
+    folder: the first workdir; saved: the first model's settings as it was trained. translator: with what the flags
+    change.
+    """
 
     translator: Translator
     names: list[str]
     steps: list[int]
+    notes: list[str]
+    folder: str
+    saved: tuple[Config, Hyper]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Member:
+    """A model and what it was trained with; notes: lines on how it was read."""
+
+    name: str
+    config: Config
+    hyper: Hyper
+    tokenizers: Tokenizers
+    params: Any
+    step: int
     notes: list[str]
 
 
@@ -47,45 +66,73 @@ def load(settings: Settings) -> Loaded:
     """What the flags FLAGS ask for.
 
     Raises ConfigError for a model that was not trained on pairs, and for models that cannot write together;
-    CheckpointError for a checkpoint of other tokenizers; else as restoring.restore_weights.
+    CheckpointError for a checkpoint of other tokenizers; else as restoring.restore_weights and trained.arm_named.
     """
-    from experiments import loop
-
     penalty = Penalty(settings.penalty, settings.length_penalty)
     check_beam(settings.beam, settings.n_best, penalty)
     changes = {name: value for name, value in settings.overrides.items() if name not in DATA}
-    names, models, steps, notes = restores(settings.restore), [], [], []
+    folders, members = restores(settings.restore), []
+    if settings.arm and not any(map(trained.is_sweep, folders)):
+        raise ConfigError(f"--arm={settings.arm}: --restore={settings.restore} names no sweep")
     read: list[tuple[Config, Hyper, Tokenizers]] = []
-    for name in names:
-        trained, trained_hyper = restoring.saved_configuration(name)
-        if trained.task not in PAIR_TASKS:
-            raise ConfigError(f"--restore={name} was trained on task {trained.task}: one of {', '.join(PAIR_TASKS)}")
-        config, hyper = restoring.changed(trained, trained_hyper, changes)
-        tokenizers = restoring.saved_tokenizers(name)
-        if tokenizers is None:
-            raise WorkdirError(f"--restore={name}: no {TOKENIZERS} there")
-        if settings.beam > config.V:
-            raise ConfigError(f"--beam={settings.beam} is wider than the vocabulary of {config.V}")
-        read.append((config, hyper, tokenizers))
-        _check_alike(names[0], name, read[0], read[-1])
-        restored = restoring.restore_weights(
-            Path(name) / "checkpoints", loop.abstract_state(config, hyper), settings.restore_step, settings.average
-        )
-        made_with = restored.meta.get("tokenizers", tokenizers.sha256)
-        if made_with != tokenizers.sha256:
-            raise CheckpointError(
-                f"step {restored.step} in {name} was trained with other tokenizers than its {TOKENIZERS}: "
-                f"SHA-256 {made_with[:12]}… and {tokenizers.sha256[:12]}…"
-            )
-        notes += [*restored.notes, f"{name}, step {restored.step}"]
-        models.append(restored.state)
-        steps.append(restored.step)
+    for folder in folders:
+        if (task := restoring.saved_task(folder)) not in PAIR_TASKS:
+            raise ConfigError(f"--restore={folder} was trained on task {task}: one of {', '.join(PAIR_TASKS)}")
+        of_folder = _of_sweep(folder, settings) if trained.is_sweep(folder) else [_of_train(folder, settings, changes)]
+        for member in of_folder:
+            config, hyper = restoring.changed(member.config, member.hyper, changes)
+            if settings.beam > config.V:
+                raise ConfigError(f"--beam={settings.beam} is wider than the vocabulary of {config.V}")
+            members.append(member)
+            read.append((config, hyper, member.tokenizers))
+            _check_alike(members[0].name, member.name, read[0], read[-1])
     # Those that compute the same function of their parameters are searched with together, whatever they learnt by.
     alike = [next(one for one in read if _computed(*one[:2]) == _computed(*other[:2])) for other in read]
     others = tuple((config, hyper) for config, hyper, _ in alike[1:])
     rows = settings.overrides.get("batch_size", ROWS)
-    made = Translator(tuple(models), *read[0], settings.beam, settings.n_best, penalty, rows, others)
-    return Loaded(made, names, steps, notes)
+    models = tuple(member.params for member in members)
+    made = Translator(models, *read[0], settings.beam, settings.n_best, penalty, rows, others)
+    names, steps = [member.name for member in members], [member.step for member in members]
+    notes = [note for member in members for note in member.notes]
+    return Loaded(made, names, steps, notes, folders[0], (members[0].config, members[0].hyper))
+
+
+def _of_train(folder: str, settings: Settings, changes: Mapping[str, Any]) -> _Member:
+    from experiments import loop
+
+    config, hyper = restoring.saved_configuration(folder)
+    tokenizers = restoring.saved_tokenizers(folder)
+    if tokenizers is None:
+        raise WorkdirError(f"--restore={folder}: no {TOKENIZERS} there")
+    like = loop.abstract_state(*restoring.changed(config, hyper, changes))
+    restored = restoring.restore_weights(Path(folder) / "checkpoints", like, settings.restore_step, settings.average)
+    made_with = restored.meta.get("tokenizers", tokenizers.sha256)
+    if made_with != tokenizers.sha256:
+        raise CheckpointError(
+            f"step {restored.step} in {folder} was trained with other tokenizers than its {TOKENIZERS}: "
+            f"SHA-256 {made_with[:12]}… and {tokenizers.sha256[:12]}…"
+        )
+    notes = [*restored.notes, f"{folder}, step {restored.step}"]
+    return _Member(folder, config, hyper, tokenizers, restored.state, restored.step, notes)
+
+
+def _of_sweep(folder: str, settings: Settings) -> list[_Member]:
+    """The models of an arm at its best rate, one a seed; those that diverged are left out, and named in the notes."""
+    if settings.restore_step or settings.average:
+        given = "restore_step" if settings.restore_step else "average"
+        raise ConfigError(f"--{given}: --restore={folder} is a sweep, which keeps the models of its last step alone")
+    arm = trained.arm_named(folder, settings.arm)
+    tokenizers = trained.tokenizers_of(folder, arm)
+    if not arm.sound:
+        raise ConfigError(f"--restore={folder}: {arm.name} diverged with every seed")
+    lost = [f"{folder}, {arm.name}, seed {seed}: diverged, left out" for seed in sorted(arm.diverged)]
+    members = []
+    for seed, model in arm.sound.items():
+        name = f"{folder}, {arm.name}, seed {seed}"
+        notes = [*lost, f"{name}, step {model.step}"]
+        members.append(_Member(name, model.config, model.hyper, tokenizers, model.params, model.step, notes))
+        lost = []
+    return members
 
 
 def _check_alike(

@@ -94,8 +94,8 @@ def scores_of(translator: Translator, outputs: Sequence[str], references: Sequen
     return {name: metrics.score(name, outputs, references) for name in metrics_of(translator)}
 
 
-def judge(translator: Translator, pairs: Pairs) -> Callable[[Any], dict[str, float | None]]:
-    """Parameters -> the metrics on `pairs`, for evaluations during training; None each where the model diverged.
+def judge(translator: Translator, pairs: Pairs) -> Callable[..., dict[str, float | None]]:
+    """Parameters (of several models: an ensemble) -> the metrics on `pairs`; None each where a model diverged.
 
     translator: how to search; its models are left out. Nothing is compiled after the first call. Raises
     ConfigError, before any, for a model that cannot be cached, and as `metrics_of` does.
@@ -104,9 +104,9 @@ def judge(translator: Translator, pairs: Pairs) -> Callable[[Any], dict[str, flo
     names = metrics_of(translator)
     sources, references = _sides(translator, pairs)
 
-    def score(params: Any) -> dict[str, float | None]:
+    def score(*models: Any) -> dict[str, float | None]:
         try:
-            made = translate(dataclasses.replace(translator, models=(params,)), sources)
+            made = translate(dataclasses.replace(translator, models=models), sources)
         except NotFiniteError:  # nothing finite to choose from
             return dict.fromkeys(names)
         return {name: found.value for name, found in scores_of(translator, made.best(), references).items()}

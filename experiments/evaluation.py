@@ -28,7 +28,7 @@ NAMES = {"selection": "dev", "report": "test"}  # the splits of a run, as its fl
 
 def task_of(restore: str) -> str:
     """The task that the (first) model that --restore names was trained on."""
-    return restoring.saved_configuration(ensembles.restores(restore)[0])[0].task
+    return restoring.saved_task(ensembles.restores(restore)[0])
 
 
 def of_pairs(restore: str) -> bool:
@@ -77,10 +77,12 @@ def run(settings: Settings) -> int:
     translator = loaded.translator
     evaluating.metrics_of(translator)
     given = {name: settings.overrides[name] for name in ("pairs", "dev", "test") if settings.overrides.get(name)}
-    splits = splits_of(translator.config, translator.tokenizers, given, settings.strict)
+    # The loss is of the pairs that fit the rows of every model, as what is written is.
+    rows = translator.config.replace(seq_len=min(config.seq_len for config, _ in translator.settings))
+    splits = splits_of(rows, translator.tokenizers, given, settings.strict)
     asked = evaluating.named(settings.show, [source for part in splits.values() for source, _ in _pairs(*part)])
     workdir = open_workdir(
-        settings.workdir or str(Path(loaded.names[0]) / folder_name(settings, loaded, given)),
+        settings.workdir or str(Path(loaded.folder) / folder_name(settings, loaded, given)),
         {"experiment": "evaluate"},
         {"restore": settings.restore, "steps": loaded.steps, **given},
     )
@@ -130,27 +132,29 @@ def folder_name(settings: Settings, loaded: Loaded, given: Mapping[str, str]) ->
     words = [Path(part).name.split(".")[0] for path in given.values() for part in path.split(",")[:1]]
     words += [f"{name}-{value}" for name, value in said.items() if value != usual[name]]
     words += [f"of-{len(names)}"] if len(names) > 1 else []
-    own = {name: value for part in restoring.saved_configuration(names[0]) for name, value in to_dict(part).items()}
+    own = {name: value for part in loaded.saved for name, value in to_dict(part).items()}
     changed = {name: value for name, value in settings.overrides.items() if name not in ensembles.DATA}
     more: dict[str, Any] = {name: value for name, value in changed.items() if value != own[name]}
     more |= {name: [os.path.abspath(file) for file in files_of(path)] for name, path in given.items()}
-    more |= {"models": [os.path.abspath(name) for name in names]} if len(names) > 1 else {}
+    whole = len(names) == 1 and names[0] == loaded.folder
+    more |= {} if whole else {"models": [os.path.abspath(name) for name in names]}
     if more:
         words.append(hashlib.sha256(json.dumps(more, sort_keys=True).encode()).hexdigest()[:8])
     return "-".join(["evaluation", *words])
 
 
 def _numbers(loaded: Loaded, task: Task, split: str, found: Evaluated) -> dict[str, Any]:
-    """A split's part of results.json. An ensemble has no loss of its own: its probabilities are no one model's."""
+    """A split's part of results.json."""
     from experiments import loop
 
-    loss: dict[str, Any] = {"loss": None, "perplexity": None, "tokens": None}
-    if len(loaded.names) == 1:
-        translator = loaded.translator
+    translator = loaded.translator
+    if len(translator.models) == 1:
         hyper = loop.device_hyper(translator.hyper)
         sums = loop.measure(translator.config, task, split)(translator.models[0], hyper, task.data)
-        about = loop.describe(sums, task)
-        loss = {"loss": about["loss"], "perplexity": about["perplexity"], "tokens": int(sums.count)}
+    else:
+        sums = loop.measure_mixture(translator.settings, translator.models, task, split)
+    about = loop.describe(sums, task)
+    loss = {"loss": about["loss"], "perplexity": about["perplexity"], "tokens": int(sums.count)}
     scores = {
         name: {"value": score.value, "signature": score.signature, "lower_is_better": METRICS[name].lower}
         for name, score in found.scores.items()

@@ -34,6 +34,7 @@ RUN_FLAGS: dict[str, tuple[str, Any, str, float]] = {
         "which checkpoint: a step, best or newest; empty: best of a model of pairs, else newest",
         0,
     ),
+    "arm": ("str", "", "with --restore of a sweep: the arm whose seeds are used together; empty: its only one", 0),
     "parts": ("str", "", "with --restore: only these parameters, such as embedding,decoder/layers; empty: all", 0),
     "keep": ("int", 2, "newest checkpoints that stay", 1),
     "keep_every": ("int", 0, "checkpoints of each such step stay too; 0: none", 0),
@@ -92,6 +93,7 @@ class Settings:
     overwrite: bool = False
     restore: str = ""
     restore_step: str = ""
+    arm: str = ""
     parts: str = ""
     keep: int = 2
     keep_every: int = 0

@@ -8,7 +8,7 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from transformer_jax.config import Config, Hyper, to_dict
 from transformer_jax.data import Task
 from transformer_jax.losses import Sums
 from transformer_jax.saver import UNMEASURED, Keep, Saver, Value
-from transformer_jax.train import TrainState, evaluate, init_state
+from transformer_jax.train import TrainState, evaluate, evaluate_mixture, init_state
 
 CHUNK_SECONDS = 1.0  # about how long one call to the device is
 SAVE_SECONDS = 60.0
@@ -89,6 +89,18 @@ def measure(
         return evaluate(config, params, hyper, lambda i: task.eval_batch(data, split, i), count, constrain)
 
     return lambda params, hyper, data: jax.block_until_ready(sums(params, hyper, data))
+
+
+def measure_mixture(settings: Sequence[tuple[Config, Hyper]], models: Sequence[Any], task: Task, split: str) -> Sums:
+    """The sums over the whole split of an ensemble: models of these settings, whose probabilities are averaged."""
+    configs = [config for config, _ in settings]
+
+    @jax.jit
+    def sums(models: Any, hypers: Any, data: Any) -> Sums:
+        members = list(zip(configs, hypers, models, strict=True))
+        return evaluate_mixture(members, lambda i: task.eval_batch(data, split, i), task.eval_batches[split])
+
+    return sums(list(models), [device_hyper(hyper) for _, hyper in settings], task.data)
 
 
 def describe(sums: Sums, task: Task) -> dict[str, float | None]:

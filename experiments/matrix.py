@@ -19,7 +19,6 @@ import numpy as np
 
 from experiments import evaluate, restoring, results, trained
 from experiments.flags import Settings
-from experiments.grid import Run
 from experiments.program import stack
 from experiments.workdir import WorkdirError, open_workdir, read_json
 from transformer_jax import checkpoint, masks, sharding, train
@@ -77,13 +76,10 @@ def rows_of(restore: str) -> list[Row]:
         config, hyper = evaluate.saved_configuration(restore)
         found = checkpoint.restore_latest(folder / "checkpoints", abstract_state(config, hyper))
         return [Row("trained", config, hyper, [found.state.weights], found.step, found.notes)]
-    answer = read_json(folder / "results.json")
-    if answer is None or "arms" not in answer:
-        raise WorkdirError(f"--restore={restore} holds no finished sweep: results.json with arms is wanted")
-    models, rows = trained.models(folder), []
-    for i, arm in enumerate(answer["arms"]):
-        of = [models[Run(i, arm["best_learning_rate"], seed)] for seed in range(answer["seeds"])]
-        rows.append(Row(arm["name"], of[0].config, of[0].hyper, [model.params for model in of], of[0].step))
+    rows = []
+    for arm in trained.arms(folder):
+        one = arm.models[0]
+        rows.append(Row(arm.name, one.config, one.hyper, [model.params for model in arm.models], one.step))
     return rows
 
 

@@ -32,6 +32,13 @@ def saved_configuration(restore: str) -> tuple[Config, Hyper]:
     return from_dict(Config, what["config"] | {"steps": steps}), from_dict(Hyper, what["hyper"])
 
 
+def saved_task(restore: str) -> str:
+    """The task that a workdir of `train`, or the first arm of one of a sweep, was made with."""
+    held = read_json(Path(restore) / "config.json")
+    arms = list(held["identity"].get("arms", {}).values()) if held and restore else []
+    return arms[0]["config"]["task"] if arms else saved_configuration(restore)[0].task
+
+
 def saved_tokenizers(restore: str) -> Tokenizers | None:
     """The tokenizers that a run on texts was trained with; None where it has none."""
     held = read_json(Path(restore) / TOKENIZERS)

@@ -74,15 +74,18 @@ PAIRS_BASE = Config(
 PAIRS_HYPER = Hyper(learning_rate=1e-3, dropout_rate=0.3, label_smoothing=0.1, b2=0.98, clip_norm=1.0, ema_decay=0.999)
 
 
-def configuration(settings: Settings, mesh: sharding.Mesh | None = None) -> tuple[Config, Hyper, Task]:
-    """What the flags ask for, with its vocabulary and terms; the data is read here."""
+def base_of(settings: Settings) -> tuple[Config, Hyper]:
+    """What the flags start from: the defaults of the task, a short run's warm-up a part of it."""
     base, hyper, part = BASE, HYPER, 10
     if settings.overrides.get("task") in PAIR_TASKS:
         base, hyper, part = PAIRS_BASE.replace(task=settings.overrides["task"]), PAIRS_HYPER, 2
     steps = settings.overrides.get("steps", base.steps)
-    # A short run warms up for a part of it.
-    base = base.replace(steps=steps, warmup_steps=min(base.warmup_steps, steps // part))
-    config, hyper = settings.configure(base, hyper)
+    return base.replace(steps=steps, warmup_steps=min(base.warmup_steps, steps // part)), hyper
+
+
+def configuration(settings: Settings, mesh: sharding.Mesh | None = None) -> tuple[Config, Hyper, Task]:
+    """What the flags ask for, with its vocabulary and terms; the data is read here."""
+    config, hyper = settings.configure(*base_of(settings))
     config = resolve(with_terms(config, [hyper]), settings.strict)
     task = make_task(config, strict=settings.strict)
     check(config, hyper, task, sharding.constrain(mesh))

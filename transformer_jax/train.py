@@ -1,7 +1,8 @@
 """A run as a pure function: init_state, train_step, eval_step, run. No mesh, no files, no flags."""
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
@@ -12,7 +13,7 @@ from flax import struct
 from transformer_jax import keys
 from transformer_jax.batch import Batch
 from transformer_jax.config import Config, Hyper
-from transformer_jax.encoder_decoder import Transformer, hidden, init_transformer, logits_of
+from transformer_jax.encoder_decoder import Transformer, forward, hidden, init_transformer, logits_of
 from transformer_jax.layers import UNCONSTRAINED, Constrain
 from transformer_jax.losses import Sums, cross_entropy
 from transformer_jax.optim import clip, global_norm, learning_rate, optimizer
@@ -216,6 +217,24 @@ def evaluate(
         return sums + eval_step(config, params, hyper, batch_of(i), constrain)
 
     return jax.lax.fori_loop(0, count, add, Sums.zero(config.E > 0))
+
+
+def evaluate_mixture(
+    members: Sequence[tuple[Config, Hyper, Transformer]], batch_of: Callable[[jax.Array], Batch], count: jax.Array | int
+) -> Sums:
+    """As `evaluate`, for an ensemble: an id's probability is the mean of the members', as in beam.beam_search."""
+
+    def logp(config: Config, hyper: Hyper, params: Transformer, batch: Batch) -> jax.Array:
+        with jax.default_matmul_precision(config.matmul_precision):
+            return jax.nn.log_softmax(forward(params, config, hyper, batch)[0])
+
+    def add(i: jax.Array, sums: Sums) -> Sums:
+        batch = batch_of(i)
+        # The number of members is a constant under the loss's own softmax.
+        total = functools.reduce(jnp.logaddexp, (logp(*member, batch) for member in members))
+        return sums + cross_entropy(total, batch.targets_BT, batch.weights_BT)
+
+    return jax.lax.fori_loop(0, count, add, Sums.zero())
 
 
 def run(
