@@ -1,14 +1,14 @@
 """What does a setting do? Arms of any fields, on any task, with any number of seeds.
 
-    python launch.py --experiment=ablation --sweep="norm=layernorm,rmsnorm" --d_model=64 --steps=300
+    python launch.py --experiment=ablation --sweep="norm=layernorm,rmsnorm"
     python launch.py --experiment=ablation --task=pairs --pairs=train.tsv --dev=dev.tsv --sweep="dropout_rate=0.3,0.1"
     python launch.py --experiment=ablation --task=pairs --pairs=train.tsv --dev=dev.tsv --seeds=5 --workdir=runs/five
     python launch.py --experiment=evaluate --restore=runs/five --test=test.tsv --beam=5
 
-An arm is what `train` trains by the same flags, with one value of each field of --sweep. The first value of a field
-is what its others are compared with, the other fields alike. Where arms are compared, each is trained at a third of
-the usual learning rate, at it and at three times it, unless --learning_rate or --sweep="learning_rate=…" says
-otherwise; without --sweep there is one arm, of so many seeds.
+An arm has one value of each field of --sweep; the rest is as flags say, beside a small model, or on pairs beside what
+`train` starts from. The first value of a field is what its others are compared with, the other fields alike. Where
+arms are compared, each is trained at a third of the usual learning rate, at it and at three times it, unless
+--learning_rate or --sweep="learning_rate=…" says otherwise; without --sweep there is one arm, of so many seeds.
 
 On pairs, the models at their best rates write the reported split (greedily), are judged by what they wrote, seed by
 seed, and once more as an ensemble of an arm's seeds; `evaluate` and `translate` take such an ensemble by
@@ -31,6 +31,7 @@ from experiments.translating import Translator
 from experiments.workdir import read_json
 from transformer_jax import sharding
 from transformer_jax.cache import check_cacheable
+from transformer_jax.config import Config, Hyper
 from transformer_jax.data import make_task, resolve
 from transformer_jax.data.metrics import METRICS
 from transformer_jax.data.pairs_task import PAIR_TASKS
@@ -40,6 +41,10 @@ FLAGS = tuple(flag for flag in ask.FLAGS if flag != "depth")
 SEEDS = 6
 RATES = (1 / 3, 1.0, 3.0)  # of the usual one
 ALONE = "as set"  # the one arm of a run without --sweep
+BASE = Config(
+    num_heads=4, num_layers=2, d_model=64, seq_len=64, batch_size=8, steps=300, optimizer="adam", scan_unroll=0
+)
+HYPER = Hyper(learning_rate=4e-3)
 MEANT_BY_IDS = ("tokenizer", "target_tokenizer", "bpe_size", "pairs", "text", "task")  # what ids stand for
 
 
@@ -53,7 +58,8 @@ class Asked:
 
 def asked(settings: Settings) -> Asked:
     """The arms: each combination of the values in --sweep. Raises ConfigError as the flags and fields do."""
-    config, hyper = settings.configure(*train.base_of(settings))
+    base = train.base_of(settings) if settings.overrides.get("task") in PAIR_TASKS else (BASE, HYPER)
+    config, hyper = settings.configure(*base)
     extra = grid.parse_sweep(settings.sweep)
     rates = extra.pop("learning_rate", ())
     if rates and "learning_rate" in settings.overrides:

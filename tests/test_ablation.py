@@ -65,18 +65,18 @@ def test_arms_are_the_values_of_the_fields_and_the_first_is_the_measure() -> Non
     )
 
 
-def test_arms_are_what_train_trains() -> None:
+def test_arms_of_pairs_are_what_train_trains() -> None:
     (arm,) = ask("--task=pairs", "--pairs=x.tsv", "--steps=300").question.arms
     assert (arm.name, arm.config.architecture, arm.config.warmup_steps) == ("as set", "encoder_decoder", 150)
     assert (arm.hyper.dropout_rate, arm.config.has("ema")) == (0.3, True)
-    (arm,) = ask("--steps=300").question.arms
-    assert (arm.config.architecture, arm.config.optimizer, arm.config.warmup_steps) == ("decoder", "adamw", 30)
+    (arm,) = ask("--task=copy").question.arms
+    assert (arm.config.architecture, arm.config.d_model, arm.config.steps) == ("decoder", 64, 300)
 
 
 def test_each_arm_has_three_rates_unless_they_are_given() -> None:
     alone = ask()
-    assert alone.question.learning_rates == (2e-3,) and not alone.pairs and not alone.question.notes
-    assert ask("--sweep=norm=layernorm,rmsnorm").question.learning_rates == (0.000667, 0.002, 0.006)
+    assert alone.question.learning_rates == (4e-3,) and not alone.pairs and not alone.question.notes
+    assert ask("--sweep=norm=layernorm,rmsnorm").question.learning_rates == (0.00133, 0.004, 0.012)
     given = ask("--sweep=norm=layernorm,rmsnorm;learning_rate=1e-2,1e-3").question
     assert given.learning_rates == (1e-3, 1e-2) and len(given.arms) == 2
     one = ask("--sweep=norm=layernorm,rmsnorm", "--learning_rate=0.01").question
