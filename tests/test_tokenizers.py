@@ -2,6 +2,7 @@
 
 import json
 import sys
+import unicodedata
 
 import pytest
 from hypothesis import given, settings
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from transformer_jax.data.subwords import Bpe, File
 from transformer_jax.data.tasks import END, PAD, START
-from transformer_jax.data.tokenizers import FIRST, UNKNOWN, Bytes, Characters, Symbols, Tokenizer
+from transformer_jax.data.tokenizers import FIRST, UNKNOWN, Bytes, Characters, Decomposed, Symbols, Tokenizer
 from transformer_jax.data.vocabularies import Tokenizers, choose, fit, from_dict
 from transformer_jax.errors import DataError
 
@@ -42,7 +43,7 @@ def wordpiece() -> str:
 
 @pytest.fixture(scope="module")
 def every(bpe: Bpe) -> dict[str, Tokenizer]:
-    made = [Bytes(), bpe, File(bpe.json), Characters.fit([TEXT]), Symbols.fit([TEXT])]
+    made = [Bytes(), bpe, File(bpe.json), Characters.fit([TEXT]), Decomposed.fit([TEXT]), Symbols.fit([TEXT])]
     return {tokenizer.kind: tokenizer for tokenizer in made}
 
 
@@ -76,6 +77,24 @@ def test_o4_o5_hard_text_comes_back_and_streams(every, kind):
     assert tokenizer.encode_all([TEXT, "", "cat"]) == [ids, [], tokenizer.encode("cat")]
 
 
+@settings(deadline=None)
+@given(text=ANY)
+def test_decomposed_text_comes_back_composed(text):
+    tokenizer = Decomposed.fit([text])
+    ids = tokenizer.encode(text)
+    assert len(ids) == len(unicodedata.normalize("NFD", text)) and UNKNOWN not in ids
+    assert tokenizer.decode(ids) == "".join(streamed(tokenizer, ids)) == unicodedata.normalize("NFC", text)
+
+
+def test_letters_are_shown_when_nothing_can_join_them():
+    tokenizer = Decomposed.fit(["각éஔa"])
+    ids = tokenizer.encode("각éஔa")
+    assert [tokenizer.piece(i) for i in ids[:3]] == ["ᄀ", "ᅡ", "ᆨ"] and len(ids) == 8
+    # A vowel, a tail, an accent, and a sign of Tamil that is no accent join what stands before them.
+    assert streamed(tokenizer, ids) == ["", "", "", "각", "", "é", "", "ஔ", "a"]
+    assert tokenizer.encode("가") == ids[:2] and tokenizer.encode("나") == [UNKNOWN, ids[1]]
+
+
 def test_symbols(every):
     phones = Symbols.fit(["ʃ a t", "k a t̪ a"])
     assert phones.symbols == ("a", "k", "t", "t̪", "ʃ") and phones.size == FIRST + 5
@@ -89,7 +108,7 @@ def test_letters_that_differ_in_code_points_differ():
     assert letters.symbols == (" ", "e", "é", "\u0301") and letters.encode("éE") == [FIRST + 2, UNKNOWN]
 
 
-@pytest.mark.parametrize("kind", ["bytes", "bpe", "file", "chars", "symbols"])
+@pytest.mark.parametrize("kind", ["bytes", "bpe", "file", "chars", "nfd", "symbols"])
 def test_marks_are_not_text(every, kind):
     """A real END is never padding; what a text spells out is no mark; ids past END are not shown."""
     tokenizer = every[kind]
@@ -110,7 +129,7 @@ def test_pieces_can_be_read(bpe):
     assert Characters(("\u0301", " ")).piece(FIRST + 1) == "␣"
 
 
-@pytest.mark.parametrize("kind", ["bytes", "bpe", "file", "chars", "symbols"])
+@pytest.mark.parametrize("kind", ["bytes", "bpe", "file", "chars", "nfd", "symbols"])
 def test_written_down_and_read(every, kind):
     tokenizer = every[kind]
     again = from_dict(json.loads(json.dumps(tokenizer.to_dict())))
@@ -124,7 +143,7 @@ def test_written_down_and_read(every, kind):
 
 
 def test_a_kind_of_a_later_version():
-    with pytest.raises(DataError, match="kind 'unigram': this version knows bytes, chars, symbols, bpe, file"):
+    with pytest.raises(DataError, match="kind 'unigram': this version knows bytes, chars, nfd, symbols, bpe, file"):
         from_dict({"kind": "unigram"})
 
 
@@ -168,7 +187,9 @@ def test_a_file_without_marks_gets_them(bpe):
 def test_files_that_are_none(tmp_path):
     pytest.importorskip("tokenizers")
     path = tmp_path / "tokenizer.json"
-    with pytest.raises(DataError, match=r"--tokenizer='bites': no such file; give one, or bytes, chars, symbols, bpe"):
+    with pytest.raises(
+        DataError, match=r"--tokenizer='bites': no such file; give one, or bytes, chars, nfd, symbols, bpe"
+    ):
         fit(["a"], ["b"], source="bites")
     for content in (b"{}", b"\xff", b""):
         path.write_bytes(content)
@@ -196,6 +217,10 @@ def test_choice_by_the_data():
     assert choose([*words * 24, *["two words"] * 6]) == "bpe"
     assert choose([f"{i} {i + 1}" for i in range(255)]) == "symbols" != choose([f"{i} {i + 1}" for i in range(256)])
     assert choose(["a b", "a"]) != "symbols"
+    syllables = [chr(0xAC00 + 37 * i) for i in range(257)]
+    assert choose(syllables) == "nfd" and choose(syllables[:256]) == "chars"
+    assert choose([chr(0x4E00 + i) for i in range(300)]) == "chars"  # nothing to take apart
+    assert choose([*syllables, "e\u0301"]) == "chars"  # it would not come back as it was
 
 
 def test_sides_of_one_kind_share_a_vocabulary():

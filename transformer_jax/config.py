@@ -149,7 +149,7 @@ class Config:
     )
     test: str = _text("pairs to report on, as pairs are given; empty: those of dev", tasks=_PAIRS)
     tokenizer: str = _text(
-        "bytes, chars, symbols, bpe or a tokenizer.json, of the source side; empty: by the data", tasks=_ALL
+        "bytes, chars, nfd, symbols, bpe or a tokenizer.json, of the source side; empty: by the data", tasks=_ALL
     )
     target_tokenizer: str = _text("the same for the target side; empty: by the data, or the source's", tasks=_BOTH)
     metrics: str = _text(

@@ -169,12 +169,12 @@ def _sacrebleu() -> Any:
 
 # --- which to use ---------------------------------------------------------------
 
-WORDS, TEXTS = ("symbols", "chars"), ("bpe", "bytes", "file")
+WORDS, TEXTS = ("symbols", "chars", "nfd"), ("bpe", "bytes", "file")
 METRICS: dict[str, Metric] = {
     "word_error_rate": Metric(word_error_rate, True, "word error rate (whole outputs)", WORDS),
     "phone_error_rate": Metric(phone_error_rate, True, "phone error rate (symbol edits)", ("symbols",), "symbols"),
     "character_error_rate": Metric(
-        character_error_rate, True, "character error rate (edits)", ("chars",), "characters"
+        character_error_rate, True, "character error rate (edits)", ("chars", "nfd"), "characters"
     ),
     "bleu": Metric(bleu, False, "BLEU (13a)", TEXTS),
     "tokenised_bleu": Metric(tokenised_bleu, False, "BLEU (words as they stand)", TEXTS),

@@ -30,7 +30,7 @@ def _package() -> Any:
     except ImportError as error:
         raise DataError(
             'bpe and tokenizer.json need the package tokenizers: pip install "transformer-jax[data]", '
-            "or choose --tokenizer=bytes, chars or symbols"
+            "or choose --tokenizer=bytes, chars, nfd or symbols"
         ) from error
     return tokenizers
 

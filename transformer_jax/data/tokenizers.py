@@ -6,6 +6,8 @@ In every kind 0 is PAD, 1 START, 2 END, and 3 UNKNOWN where there can be one.
     bpe            byte-level byte-pair encoding, trained on the training side: gives back every string
     chars          the code points of the training side as they stand (é in one code point and in
                    two are different texts)
+    nfd            the code points of the canonical decomposition (NFD): a syllable of Hangul is its letters, é is e and
+                   an accent. Gives back the composed form (NFC) of a text
     symbols        what stands between white space: phones, words. Runs of white space come back as one
                    space, and none at the ends
     PATH           a Hugging Face tokenizer.json. What its normaliser drops (case, accents, line
@@ -23,6 +25,8 @@ import dataclasses
 import functools
 import hashlib
 import json
+import sys
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -30,7 +34,7 @@ from transformer_jax.data.tasks import END, PAD, START
 
 UNKNOWN = 3
 MARKS = {PAD: "<pad>", START: "<s>", END: "</s>", UNKNOWN: "<unk>"}
-KINDS = ("bytes", "chars", "symbols", "bpe")
+KINDS = ("bytes", "chars", "nfd", "symbols", "bpe")
 FIRST_BYTE, FIRST = 3, 4  # first ids that are no marks: of bytes, of the other kinds
 REPLACEMENT = "\ufffd"
 
@@ -206,6 +210,44 @@ class Characters(Listed):
     @staticmethod
     def parts(text: str) -> Iterable[str]:
         return text
+
+
+@dataclasses.dataclass(frozen=True)
+class Decomposed(Characters):
+    """Code points of the canonical decomposition, NFD (Unicode Standard Annex 15)."""
+
+    kind: ClassVar[str] = "nfd"
+
+    @staticmethod
+    def parts(text: str) -> Iterable[str]:
+        return unicodedata.normalize("NFD", text)
+
+    def shower(self) -> Shower:
+        plain, held = super().shower(), ""
+
+        def show(ids: Sequence[int]) -> str:
+            nonlocal held
+            held += plain(ids)
+            # What comes next may still join the last letter; what stands before a letter that joins nothing is whole.
+            end = len(held) if not len(ids) else max((i for i, c in enumerate(held) if _begins(c)), default=0)
+            whole, held = held[:end], held[end:]
+            return unicodedata.normalize("NFC", whole)
+
+        return show
+
+
+def _begins(letter: str) -> bool:
+    """Whether a code point never joins the one before it: what is before it can be composed without it."""
+    return not unicodedata.combining(letter) and letter not in _seconds()
+
+
+@functools.cache
+def _seconds() -> frozenset[str]:
+    """Code points that are the second of a pair which canonical composition makes one; Hangul by its own rule."""
+    pairs = (unicodedata.decomposition(chr(code)).split() for code in range(sys.maxunicode + 1))
+    found = {chr(int(pair[1], 16)) for pair in pairs if len(pair) == 2 and not pair[0].startswith("<")}
+    vowels_and_tails = {chr(code) for code in (*range(0x1161, 0x1176), *range(0x11A8, 0x11C3))}
+    return frozenset(found | vowels_and_tails)
 
 
 @dataclasses.dataclass(frozen=True)

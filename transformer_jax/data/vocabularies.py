@@ -2,21 +2,23 @@
 
 import dataclasses
 import hashlib
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformer_jax.data.subwords import Bpe, File
 from transformer_jax.data.tasks import END
-from transformer_jax.data.tokenizers import Bytes, Characters, Symbols, Tokenizer
+from transformer_jax.data.tokenizers import Bytes, Characters, Decomposed, Symbols, Tokenizer
 from transformer_jax.errors import DataError
 
+LISTED = {made.kind: made for made in (Characters, Decomposed, Symbols)}
 FEW_SYMBOLS = 256  # a side made of so few different ones is a sequence of symbols
 WORDS_PART = 0.95  # a side of which so many lines have no space is words
 
 
 def from_dict(values: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer that `to_dict` described; DataError for what is none."""
-    known: dict[Any, type[Tokenizer]] = {made.kind: made for made in (Bytes, Characters, Symbols, Bpe, File)}
+    known: dict[Any, type[Tokenizer]] = {made.kind: made for made in (Bytes, *LISTED.values(), Bpe, File)}
     if values.get("kind") not in known:
         raise DataError(f"a tokenizer of kind {values.get('kind')!r}: this version knows {', '.join(known)}")
     made = known[values["kind"]]
@@ -63,10 +65,11 @@ class Tokenizers:
 
 
 def choose(texts: Sequence[str]) -> str:
-    """The kind that suits a side: symbols, chars or bpe.
+    """The kind that suits a side: symbols, chars, nfd or bpe.
 
     symbols: at most 256 different ones, and two a line or more. chars: words, 95% of the lines
-    without a space. bpe: all else.
+    without a space; nfd: such words of more than 256 composed characters whose parts are half as many or fewer:
+    most syllables of Hangul are rare, and many of a new word's were never seen. bpe: all else.
     """
     found: set[str] = set()
     count = 0
@@ -78,7 +81,12 @@ def choose(texts: Sequence[str]) -> str:
     if len(found) <= FEW_SYMBOLS and count >= 2 * len(texts):
         return "symbols"
     words = sum(" " not in text for text in texts)
-    return "chars" if words >= WORDS_PART * len(texts) else "bpe"
+    if words < WORDS_PART * len(texts):
+        return "bpe"
+    whole = {letter for text in texts for letter in text}
+    apart = {part for letter in whole for part in unicodedata.normalize("NFD", letter)}
+    many = len(whole) > FEW_SYMBOLS and 2 * len(apart) <= len(whole)
+    return "nfd" if many and all(unicodedata.is_normalized("NFC", text) for text in texts) else "chars"
 
 
 def fit(
@@ -107,6 +115,6 @@ def _fit(kind: str, texts: Sequence[str], bpe_size: int, option: str) -> Tokeniz
         return Bytes()
     if kind == "bpe":
         return Bpe.fit(texts, bpe_size)
-    if kind in ("chars", "symbols"):
-        return (Characters if kind == "chars" else Symbols).fit(texts)
+    if kind in LISTED:
+        return LISTED[kind].fit(texts)
     return File.read(kind, option)
