@@ -6,6 +6,7 @@ exit code 2; `--debug` shows its traceback.
 
 import importlib
 import os
+import signal
 import sys
 import textwrap
 import traceback
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from experiments import REGISTRY, processes
 
 LOST, REFUSED = 1, 2  # exit codes: another process is gone; a mistake in what was asked for
+INTERRUPTED = 128 + signal.SIGINT
 
 EXAMPLES = """\
 python launch.py --experiment=dk_scaling --workdir=runs/dk          a sweep: table, results.json, report.html
@@ -78,6 +80,11 @@ def main(argv: Sequence[str]) -> int:
         return 0
     except BrokenPipeError:  # nobody reads on: not a mistake
         raise
+    except KeyboardInterrupt:
+        if debug or processes.count() > 1:
+            raise
+        print("launch.py: interrupted; what was saved is there for the same command", file=sys.stderr)
+        return INTERRUPTED
     except (UserError, OSError) as error:
         if debug:
             raise

@@ -18,26 +18,24 @@ keeps the models of the last step.
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments import ask, evaluating, grid, report, results, stats, terminal, train, trained
+from experiments import ask, grid, stats, train, written
 from experiments.flags import Settings
-from experiments.grid import Arm
+from experiments.grid import CONFIG_FIELDS, Arm
 from experiments.sections import Section
 from experiments.sweep import Outcome, Question
-from experiments.translating import Translator
 from experiments.workdir import read_json
 from transformer_jax import sharding
 from transformer_jax.cache import check_cacheable
 from transformer_jax.config import Config, Hyper
-from transformer_jax.data import make_task, resolve
-from transformer_jax.data.metrics import METRICS
+from transformer_jax.data import Task, make_task, resolve
 from transformer_jax.data.pairs_task import PAIR_TASKS
 from transformer_jax.errors import ConfigError
 
-FLAGS = tuple(flag for flag in ask.FLAGS if flag != "depth")
+FLAGS = (*(flag for flag in ask.FLAGS if flag != "depth"), "strict")
 SEEDS = 6
 RATES = (1 / 3, 1.0, 3.0)  # of the usual one
 ALONE = "as set"  # the one arm of a run without --sweep
@@ -45,27 +43,46 @@ BASE = Config(
     num_heads=4, num_layers=2, d_model=64, seq_len=64, batch_size=8, steps=300, optimizer="adam", scan_unroll=0
 )
 HYPER = Hyper(learning_rate=4e-3)
-MEANT_BY_IDS = ("tokenizer", "target_tokenizer", "bpe_size", "pairs", "text", "task")  # what ids stand for
+# What no sweep of one question can hold, and where to go with it.
+NOT_SWEPT = {
+    "steps": "arms of one sweep train alike; use --steps",
+    "task": "arms of one sweep are of one task; use --task",
+    "metrics": "the same models would be trained again; use --metrics",
+}
+HONEST = ("causal", "window", "block_sparse")  # masks under which no position reads what it is to say
 
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """The question, and the pairs of arms that are compared: by loss only where that is of the same ids."""
+    """The question with its arms resolved, the task of each, and the pairs of arms whose writing is compared.
+
+    tasks: one an arm; arms that differ in the model alone share it.
+    """
 
     question: Question
+    tasks: tuple[Task, ...]
     pairs: tuple[tuple[str, str], ...]
 
 
-def asked(settings: Settings) -> Asked:
-    """The arms: each combination of the values in --sweep. Raises ConfigError as the flags and fields do."""
+def question(settings: Settings) -> Question:
+    """The arms: each combination of the values in --sweep. Reads no data. Raises ConfigError as flags and fields do."""
     base = train.base_of(settings) if settings.overrides.get("task") in PAIR_TASKS else (BASE, HYPER)
     config, hyper = settings.configure(*base)
     extra = grid.parse_sweep(settings.sweep)
+    for name in extra:
+        readers = CONFIG_FIELDS[name].metadata.get("tasks", ()) if name in CONFIG_FIELDS else ()
+        if name in settings.overrides:
+            raise ConfigError(f"--{name} and --sweep={name}=… are both given: which one?")
+        if name in NOT_SWEPT:
+            raise ConfigError(f"--sweep={name}=…: {NOT_SWEPT[name]}")
+        if readers and config.task not in readers:
+            raise ConfigError(f"--sweep={name}=… is read with --task={' or '.join(readers)}, not with {config.task}")
+    if config.architecture != "encoder" and (cheats := [m for m in extra.get("mask", ()) if m not in HONEST]):
+        raise ConfigError(
+            f"--sweep=mask={cheats[0]}: a position would read what it is to say, and the losses would not be of one "
+            "question: --experiment=masking compares them honestly"
+        )
     rates = extra.pop("learning_rate", ())
-    if rates and "learning_rate" in settings.overrides:
-        raise ConfigError("--learning_rate and --sweep=learning_rate=… are both given: which one?")
-    if "steps" in extra:
-        raise ConfigError("--sweep=steps=…: arms of one sweep train alike; use --steps")
     if not rates:
         usual = hyper.learning_rate
         several = extra and "learning_rate" not in settings.overrides
@@ -78,142 +95,99 @@ def asked(settings: Settings) -> Asked:
     pairs, notes = stats.first_pairs(against_first(arms, extra))
     if pairs and len(rates) == 1:
         notes = (*notes, f"all arms at one learning rate, {rates[0]:g}: what suits an arm's own is not asked")
-    unlike = sorted(set(extra) & set(MEANT_BY_IDS))
-    if unlike:
-        notes = (*notes, f"losses are not compared: a token is not the same in arms of another {unlike[0]}")
-    title = f"What does {' and '.join(extra)} do?" if extra else "One setting, seed by seed"
-    question = Question(
+    return Question(
         name="ablation",
-        title=title,
+        title=f"What does {' and '.join(extra)} do?" if extra else "One setting, seed by seed",
         arms=arms,
         learning_rates=tuple(sorted(rates)),
-        comparisons=() if unlike else pairs,
+        comparisons=pairs,
         notes=notes,
     )
-    return Asked(question, pairs)
 
 
 def against_first(arms: Sequence[Arm], extra: dict[str, tuple[Any, ...]]) -> list[tuple[str, str]]:
-    """Of each swept field: each arm with another value than its first against the one that differs in it alone."""
+    """Of each swept field: each arm with another value than its first against the one that differs in it alone.
+
+    First those whose other fields have their first values, so that every field has its turn.
+    """
     by_values = {values: arm.name for values, arm in zip(itertools.product(*extra.values()), arms, strict=True)}
     pairs = []
     for place, field in enumerate(extra):
         for values, name in by_values.items():
             first = (*values[:place], extra[field][0], *values[place + 1 :])
             if values != first:
-                pairs.append((name, by_values[first]))
-    return pairs
+                others = sum(value != extra[other][0] for value, other in zip(first, extra, strict=True))
+                pairs.append((others, name, by_values[first]))
+    return [(name, against) for _, name, against in sorted(pairs, key=lambda pair: pair[0])]
 
 
-# --- what models of pairs write -------------------------------------------------------
+def settled(of: Question, strict: bool = False) -> Asked:
+    """Read the data; keep the comparisons that are of the same tokens, and of the same sources for what is written.
 
-
-def writes(question: Question) -> bool:
-    """Whether all arms are models of pairs."""
-    return all(arm.config.task in PAIR_TASKS for arm in question.arms)
-
-
-def writer(arm: Arm) -> tuple[Translator, evaluating.Pairs]:
-    """(how the models of an arm write, what they are asked). Raises DataError where a metric's package is missing."""
-    config = resolve(arm.config)
-    text = make_task(config).text
-    assert text is not None
-    translator = Translator((), config, arm.hyper, text.tokenizers)
-    evaluating.metrics_of(translator)
-    return translator, text.pairs["report"]
-
-
-def judged(
-    question: Question, pairs: Sequence[tuple[str, str]], found: Mapping[str, Any], folder: Path
-) -> dict[str, Any]:
-    """The part `written` of results.json: each arm's metrics by seed and of its seeds as an ensemble; and what differs.
-
-    The metric to choose by is compared, arm against arm, in one family: the pairs that were named before the run.
+    The question's notes say what was left out. Raises DataError as the tasks do, and where a metric's package is
+    missing.
     """
-    rows = []
-    for arm, of in zip(question.arms, trained.arms(folder, found), strict=True):
-        translator, asked_for = writer(arm)
-        score = evaluating.judge(translator, asked_for)
-        by_seed = [score(of.sound[seed].params) if seed in of.sound else None for seed in range(len(of.models))]
-        together = score(*(model.params for model in of.sound.values())) if len(of.sound) > 1 else {}
-        metrics = {
-            name: results.summarise([None if one is None else one[name] for one in by_seed])
-            | {"ensemble": together.get(name)}
-            for name in evaluating.metrics_of(translator)
-        }
-        rows.append({"name": arm.name, "items": len(asked_for), "metrics": metrics})
-    shared = [name for name in rows[0]["metrics"] if all(name in row["metrics"] for row in rows)]
-    compared = []
-    if pairs and shared:
-        values = {row["name"]: row["metrics"][shared[0]]["per_seed"] for row in rows}
-        compared = [row.to_dict() for row in stats.compare(values, pairs, shared[0])]
-    return {"arms": rows, "metrics": shared, "comparisons": compared}
+    arms = tuple(dataclasses.replace(arm, config=resolve(arm.config, strict)) for arm in of.arms)
+    made = {config: make_task(config, strict=strict) for config in dict.fromkeys(arm.config for arm in arms)}
+    tasks = tuple(made[arm.config] for arm in arms)
+    notes = list(of.notes)
+    if writes(of):
+        for arm, task in zip(arms, tasks, strict=True):
+            written.writer(arm, task)
+        notes += dict.fromkeys(note for task in tasks if task.text is not None for note in task.text.notes)
+        if len(of.learning_rates) > 1 and any(_chosen_on_the_report(task) for task in tasks):
+            notes.append("no --test: learning rates are chosen on the pairs that are reported on")
+    by_name = {arm.name: (arm.config, task) for arm, task in zip(arms, tasks, strict=True)}
+    kept = {}
+    for what, alike in (("losses", _tokens), ("what is written", _items)):
+        kept[what] = tuple((a, b) for a, b in of.comparisons if alike(*by_name[a]) == alike(*by_name[b]))
+        lost = [f"{a} against {b}" for a, b in of.comparisons if (a, b) not in kept[what]]
+        if lost and (what == "losses" or writes(of)):
+            notes.append(f"{what} not compared, as they are of other tokens or data: {'; '.join(lost)}")
+    question = dataclasses.replace(of, arms=arms, comparisons=kept["losses"], notes=tuple(notes))
+    return Asked(question, tasks, kept["what is written"] if writes(of) else ())
 
 
-def table(found: dict[str, Any]) -> tuple[tuple[str, ...], list[list[str]]]:
-    """(header, rows) of what was written: mean and half its 95% interval of each metric, and the ensemble's first."""
-    names = found["metrics"]
-    rows = []
-    for arm in found["arms"]:
-        cells = []
-        for name in names:
-            of = arm["metrics"][name]
-            half = report.half_width(of["ci95"])
-            cells.append(report.fixed(of["mean"], 2) + ("" if half is None else f" ± {report.fixed(half, 2)}"))
-        rows.append([arm["name"], *cells, *(report.fixed(arm["metrics"][name]["ensemble"], 2) for name in names[:1])])
-    labels = [METRICS[name].label for name in names]
-    return ("arm", *labels, *(f"{label}, ensemble" for label in labels[:1])), rows
+def writes(of: Question) -> bool:
+    """Whether the arms are models of pairs."""
+    return of.arms[0].config.task in PAIR_TASKS
 
 
-def compared(found: dict[str, Any]) -> tuple[tuple[str, ...], list[list[str]]]:
-    """(header, rows) of the comparisons of the first metric."""
-    rows = [
-        [
-            f"{row['a']} − {row['b']}",
-            report.fixed(row["difference"], 2, sign=True),
-            report.interval(row["ci95"], 2, sign=True),
-            report.probability(row["p_adjusted"]),
-            row["verdict"],
-        ]
-        for row in found["comparisons"]
-    ]
-    return ("comparison", "difference", "95% interval", "adjusted p", "verdict"), rows
+def _chosen_on_the_report(task: Task) -> bool:
+    return task.text is not None and task.text.pairs["selection"] is task.text.pairs["report"]
 
 
-def sections(outcome: Outcome, found: dict[str, Any]) -> list[Section]:
-    """What the models wrote, where they write."""
-    if "written" not in found:
-        return []
-    written = found["written"]
-    items = written["arms"][0]["items"]
-    text = (
-        f"Each model at its arm's best rate wrote {report.plural(items, 'source')} of the reported split, greedily. "
-        "Mean over seeds with half its 95% interval; the ensemble is of all seeds of an arm, the next id's probability "
-        "the mean of theirs."
-    )
-    parts = [Section("What they write", text, *table(written))]
-    if written["comparisons"]:
-        label = METRICS[written["metrics"][0]].label
-        parts.append(Section(f"What they write, compared: {label}", "Paired by seed.", *compared(written)))
-    return parts
+def _items(config: Config, task: Task) -> Any:
+    """What a model of pairs is to write, and its references: equal where error rates are of one question."""
+    return None if task.text is None else task.text.pairs.get("report")
+
+
+def _tokens(config: Config, task: Task) -> Any:
+    """What a loss is a mean over: equal where two losses are of one question."""
+    if config.task in PAIR_TASKS:
+        assert task.text is not None
+        return task.text.pairs["report"], task.text.tokenizers.target, len(task.text.rows["report"])
+    made_from = None if config.task == "text" else config.seq_len  # a text's tokens are the same, in rows of any length
+    return task.sha256, config.V, made_from
 
 
 def run(settings: Settings) -> int:
     """Train, compare, judge what was written, report; exit code 0, or that of the signal that stopped it."""
     sharding.use_cpu_cores()  # before a task touches a device
-    of = asked(settings)
-    for arm in of.question.arms if writes(of.question) else ():
-        writer(arm)  # what it lacks is said now, not after hours
+    of = settled(question(settings), settings.strict)
 
     def afterwards(outcome: Outcome, found: dict[str, Any], folder: Path) -> dict[str, Any]:
-        return {"written": judged(outcome.question, of.pairs, found, folder)} if writes(outcome.question) else {}
+        if not writes(of.question):
+            return {}
+        return {"written": written.judge(of.question.arms, of.tasks, of.pairs, found, folder)}
+
+    def sections(outcome: Outcome, found: dict[str, Any]) -> list[Section]:
+        return written.sections(found["written"]) if "written" in found else []
 
     code = ask.run(settings, of.question, SEEDS, sections, afterwards)
     found = None if settings.plan else read_json(Path(settings.workdir or f"runs/{of.question.name}") / "results.json")
-    if not code and found and "written" in found:
-        print()
-        console = terminal.console_of(None)
-        terminal.table(console, *table(found["written"]))
-        if found["written"]["comparisons"]:
-            terminal.table(console, *compared(found["written"]))
+    asked = {"seeds": settings.seeds or SEEDS, "steps": of.question.arms[0].config.steps}
+    # A run that was stopped leaves the answer to an earlier question where it was.
+    if not code and found and "written" in found and asked.items() <= found.items():
+        written.show(found["written"])
     return code

@@ -132,6 +132,8 @@ def resolved(question: Question) -> Question:
 
 def identity(question: Question) -> dict[str, Any]:
     """What the run is. steps and seeds are apart: they may grow."""
+    digests = {config: make_task(config).sha256 for config in {arm.config for arm in question.arms}}
+    data = {arm.name: digests[arm.config] for arm in question.arms}
     arms = []
     for arm in question.arms:
         config = to_dict(arm.config)
@@ -142,7 +144,8 @@ def identity(question: Question) -> dict[str, Any]:
         "arms": {arm.pop("name"): arm for arm in arms},
         "learning_rates": list(question.learning_rates),
         "comparisons": [list(pair) for pair in question.comparisons],
-        "data": make_task(question.arms[0].config).sha256,
+        "data": data[question.arms[0].name],
+        **({"data_of_arms": data} if len(set(data.values())) > 1 else {}),
     }
 
 

@@ -84,7 +84,7 @@ def run(settings: Settings) -> int:
     workdir = open_workdir(
         settings.workdir or str(Path(loaded.folder) / folder_name(settings, loaded, given)),
         {"experiment": "evaluate"},
-        {"restore": settings.restore, "steps": loaded.steps, **given},
+        {"restore": settings.restore, "arm": settings.arm, "steps": loaded.steps, **given},
     )
     notes, measured = [*loaded.notes], {}
     evaluated: dict[str, Evaluated] = {}
@@ -97,7 +97,7 @@ def run(settings: Settings) -> int:
     notes += said
     results = {
         "experiment": "evaluate",
-        "title": f"{settings.restore}: what it writes",
+        "title": f"{settings.restore}{f', {settings.arm}' if settings.arm else ''}: what it writes",
         "models": loaded.names,
         "steps": loaded.steps,
         "search": {

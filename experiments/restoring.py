@@ -18,13 +18,21 @@ from transformer_jax.saver import UNMEASURED, Keep, Value
 METRIC = "loss"  # what "best" is the lowest of, on the selection split, where a run names nothing else
 
 
-def saved_configuration(restore: str) -> tuple[Config, Hyper]:
-    """The Config and Hyper that a workdir of `train` was made with."""
+def saved_identity(restore: str) -> dict[str, Any]:
+    """config.json of a workdir. Raises ConfigError for no name, WorkdirError for a folder that is none."""
     if not restore:
         raise ConfigError("--restore=WORKDIR names the trained model")
     held = read_json(Path(restore) / "config.json")
     if held is None:
         raise WorkdirError(f"--restore={restore}: no config.json there")
+    if not isinstance(held, dict) or "identity" not in held:
+        raise WorkdirError(f"--restore={restore}: its config.json is not one of ours")
+    return held
+
+
+def saved_configuration(restore: str) -> tuple[Config, Hyper]:
+    """The Config and Hyper that a workdir of `train` was made with."""
+    held = saved_identity(restore)
     what = held["identity"]
     if what["experiment"] != "train":
         raise WorkdirError(f"--restore={restore} holds {what['experiment']}; a workdir of train is wanted")
@@ -34,8 +42,7 @@ def saved_configuration(restore: str) -> tuple[Config, Hyper]:
 
 def saved_task(restore: str) -> str:
     """The task that a workdir of `train`, or the first arm of one of a sweep, was made with."""
-    held = read_json(Path(restore) / "config.json")
-    arms = list(held["identity"].get("arms", {}).values()) if held and restore else []
+    arms = list(saved_identity(restore)["identity"].get("arms", {}).values())
     return arms[0]["config"]["task"] if arms else saved_configuration(restore)[0].task
 
 

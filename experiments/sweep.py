@@ -192,7 +192,7 @@ class _GroupJob:
         return self.program.call(states, self.hypers, self.keys, np.int32(start), np.int32(stop), final, self.data)
 
     def _restore(self) -> _Progress | None:
-        """The newest good checkpoint of this group, or None."""
+        """The newest good checkpoint of this group, or None; whatever number of devices it was saved on."""
         if not self.folder.is_dir() or not checkpoint.steps(self.folder):
             return None
         states = sharding.abstract_runs(self._empty_states(), self.program.mesh)
@@ -202,15 +202,24 @@ class _GroupJob:
         )  # fmt: skip
 
         def like(meta: Mapping[str, Any]) -> Any:
-            marks = meta["marks"]
-            record = {name: np.zeros((self.R, marks[-1]), np.float32) for name in programs.RECORDED}
+            marks, R = meta["marks"], meta.get("copies", self.R)
+            record = {name: np.zeros((R, marks[-1]), np.float32) for name in programs.RECORDED}
             for name, x in rows[1].items():
-                record[name] = np.zeros((self.R, len(marks), *x.shape[1:]), x.dtype)
-            return {"states": states, "record": record}
+                record[name] = np.zeros((R, len(marks), *x.shape[1:]), x.dtype)
+            if R == self.R:
+                return {"states": states, "record": record}
+            return {"states": jax.tree.map(lambda x: np.zeros((R, *x.shape[1:]), x.dtype), states), "record": record}
 
         restored = checkpoint.restore_latest(self.folder, like)
         self.notes += restored.notes
-        return _Progress(restored.state["states"], restored.state["record"], list(restored.meta["marks"]))
+        held, marks = restored.state, list(restored.meta["marks"])
+        if restored.meta.get("copies", self.R) != self.R:
+            # As many runs, but others fill the devices up: the last one's copies, as in __init__.
+            count = len(self.group.runs)
+            places = np.minimum(np.arange(self.R), count - 1)
+            held = jax.tree.map(lambda x: np.asarray(x)[places], held)
+            held["states"] = sharding.place_runs(held["states"], self.program.mesh)
+        return _Progress(held["states"], held["record"], marks)
 
     def train(self, bar: Bar, title: str, done: int, save_seconds: float, stop: Stopper) -> bool:
         """Advance to the last step; False if stopped before. Saved in both cases."""
@@ -268,6 +277,7 @@ class _GroupJob:
             "runs": [dataclasses.asdict(run) for run in self.group.runs],
             "hypers": [to_dict(hyper_of(self.question.arms, run)) for run in self.group.runs],
             "data": self.task.sha256,
+            "tokenizers": "" if self.task.text is None else self.task.text.tokenizers.sha256,
             # With these a reader needs no program to know what was saved (see trained.py).
             "copies": self.R,
             "record": {name: [list(x.shape), str(x.dtype)] for name, x in self.now.record.items()},

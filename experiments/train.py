@@ -24,7 +24,7 @@ from typing import Any
 
 import jax
 
-from experiments import processes, restoring
+from experiments import processes, restoring, trained
 from experiments.flags import Settings
 from experiments.interrupt import Stopper
 from experiments.program import check
@@ -118,6 +118,8 @@ def warmth(
         if settings.parts or settings.restore_step:
             raise ConfigError("--parts and --restore_step say what to take from --restore=WORKDIR: give it too")
         return None
+    if trained.is_sweep(settings.restore):
+        raise ConfigError(f"--restore={settings.restore} is a sweep: a run starts from a workdir of train")
     parts = [part.strip() for part in settings.parts.split(",")] if settings.parts else [""]
     folder = restoring.folder_of_train(settings.restore)
     step, passed = restoring.sound_step(folder, settings.restore_step or restoring.usual_step(folder))

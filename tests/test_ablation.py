@@ -1,6 +1,5 @@
 """The question of any setting, from its flags to its files, and the ensembles that are made of its seeds."""
 
-import contextlib
 import io
 import json
 import math
@@ -14,9 +13,11 @@ import numpy as np
 import pytest
 
 import launch
-from experiments import ablation, ensembles, evaluate, evaluating, flags, trained, translating
+from experiments import ablation, ensembles, evaluate, evaluating, flags, stats, trained, translating, written
+from experiments import ask as asking
 from experiments.grid import Run
 from experiments.program import run_key
+from experiments.sweep import Question
 from tests.pairs_run import BASE, words, write_pairs
 from tests.quick import jit
 from transformer_jax import beam
@@ -24,7 +25,7 @@ from transformer_jax.batch import Batch
 from transformer_jax.beam import Penalty
 from transformer_jax.config import Config, Hyper
 from transformer_jax.encoder_decoder import forward
-from transformer_jax.errors import ConfigError
+from transformer_jax.errors import CheckpointError, ConfigError, DataError
 from transformer_jax.train import evaluate as evaluate_one
 from transformer_jax.train import evaluate_mixture, init_state
 
@@ -32,9 +33,9 @@ SIZES = [f"--{name}={getattr(BASE, name)}" for name in ("d_model", "num_heads", 
 RATE = 5e-3
 
 
-def ask(*line: str) -> ablation.Asked:
+def ask(*line: str) -> Question:
     settings, _ = flags.parse(["x", "--experiment=ablation", *line], {"ablation": ablation.FLAGS})
-    return ablation.asked(settings)
+    return ablation.question(settings)
 
 
 # --- the question --------------------------------------------------------------------
@@ -42,7 +43,7 @@ def ask(*line: str) -> ablation.Asked:
 
 def test_arms_are_the_values_of_the_fields_and_the_first_is_the_measure() -> None:
     of = ask("--sweep=norm=layernorm,rmsnorm;dropout_rate=0.0,0.1,0.2", "--d_model=32", "--num_heads=2")
-    arms = of.question.arms
+    arms = of.arms
     assert [arm.name for arm in arms][:4] == [
         "norm=layernorm, dropout_rate=0.0", "norm=layernorm, dropout_rate=0.1", "norm=layernorm, dropout_rate=0.2",
         "norm=rmsnorm, dropout_rate=0.0",
@@ -52,47 +53,85 @@ def test_arms_are_the_values_of_the_fields_and_the_first_is_the_measure() -> Non
     ]
     # Arms that differ in numbers share a program, though one of them needs no dropout at all.
     assert len({arm.config for arm in arms}) == 2 and {arm.config.d_model for arm in arms} == {32}
-    assert of.pairs == of.question.comparisons == (
+    # Every field against the arm of all first values, then what else differs in one field alone.
+    assert of.comparisons == (
         ("norm=rmsnorm, dropout_rate=0.0", "norm=layernorm, dropout_rate=0.0"),
-        ("norm=rmsnorm, dropout_rate=0.1", "norm=layernorm, dropout_rate=0.1"),
-        ("norm=rmsnorm, dropout_rate=0.2", "norm=layernorm, dropout_rate=0.2"),
         ("norm=layernorm, dropout_rate=0.1", "norm=layernorm, dropout_rate=0.0"),
         ("norm=layernorm, dropout_rate=0.2", "norm=layernorm, dropout_rate=0.0"),
+        ("norm=rmsnorm, dropout_rate=0.1", "norm=layernorm, dropout_rate=0.1"),
+        ("norm=rmsnorm, dropout_rate=0.2", "norm=layernorm, dropout_rate=0.2"),
         ("norm=rmsnorm, dropout_rate=0.1", "norm=rmsnorm, dropout_rate=0.0"),
     )  # fmt: skip
-    assert of.question.notes == (
+    assert of.notes == (
         "not compared, as a family is at most 6: norm=rmsnorm, dropout_rate=0.2 against norm=rmsnorm, dropout_rate=0.0",
     )
 
 
 def test_arms_of_pairs_are_what_train_trains() -> None:
-    (arm,) = ask("--task=pairs", "--pairs=x.tsv", "--steps=300").question.arms
+    (arm,) = ask("--task=pairs", "--pairs=x.tsv", "--steps=300").arms
     assert (arm.name, arm.config.architecture, arm.config.warmup_steps) == ("as set", "encoder_decoder", 150)
     assert (arm.hyper.dropout_rate, arm.config.has("ema")) == (0.3, True)
-    (arm,) = ask("--task=copy").question.arms
+    (arm,) = ask("--task=copy").arms
     assert (arm.config.architecture, arm.config.d_model, arm.config.steps) == ("decoder", 64, 300)
 
 
 def test_each_arm_has_three_rates_unless_they_are_given() -> None:
     alone = ask()
-    assert alone.question.learning_rates == (4e-3,) and not alone.pairs and not alone.question.notes
-    assert ask("--sweep=norm=layernorm,rmsnorm").question.learning_rates == (0.00133, 0.004, 0.012)
-    given = ask("--sweep=norm=layernorm,rmsnorm;learning_rate=1e-2,1e-3").question
+    assert alone.learning_rates == (4e-3,) and not alone.comparisons and not alone.notes
+    assert ask("--sweep=norm=layernorm,rmsnorm").learning_rates == (0.00133, 0.004, 0.012)
+    given = ask("--sweep=norm=layernorm,rmsnorm;learning_rate=1e-2,1e-3")
     assert given.learning_rates == (1e-3, 1e-2) and len(given.arms) == 2
-    one = ask("--sweep=norm=layernorm,rmsnorm", "--learning_rate=0.01").question
+    one = ask("--sweep=norm=layernorm,rmsnorm", "--learning_rate=0.01")
     assert one.learning_rates == (0.01,) and "all arms at one learning rate, 0.01" in one.notes[0]
 
 
-def test_losses_of_other_tokens_are_not_compared() -> None:
-    of = ask("--task=pairs", "--pairs=x.tsv", "--sweep=tokenizer=chars,bytes")
-    assert of.pairs == (("tokenizer=bytes", "tokenizer=chars"),) and not of.question.comparisons
-    assert "a token is not the same in arms of another tokenizer" in of.question.notes[0]
+def test_what_is_compared_is_of_one_question(tmp_path: Path) -> None:
+    """Losses of the same tokens, and what is written for the same sources; the notes name what is left out."""
+    made = words(60, 0)
+    files = {
+        n: write_pairs(tmp_path / f"{n}.tsv", part) for n, part in (("a", made), ("b", made[:40]), ("c", made[40:]))
+    }
+    line = ["--task=pairs", f"--pairs={files['b']}", f"--dev={files['c']}", *SIZES[:3]]
+
+    def of(*more: str) -> tuple[list[str], list[str], str]:
+        made = ablation.settled(ask(*line, *more))
+        named = [[f"{a} − {b}" for a, b in pairs] for pairs in (made.question.comparisons, made.pairs)]
+        return *named, "\n".join(made.question.notes)
+
+    losses, outputs, said = of("--seq_len=40", "--sweep=target_tokenizer=symbols,bytes;norm=layernorm,rmsnorm")
+    norms = [f"target_tokenizer={t}, norm=rmsnorm − target_tokenizer={t}, norm=layernorm" for t in ("symbols", "bytes")]
+    assert losses == norms and len(outputs) == 4
+    assert "losses not compared, as they are of other tokens or data: target_tokenizer=bytes, norm=layernorm" in said
+    assert "no --test: learning rates are chosen on the pairs that are reported on" in said
+    assert "no --test: the report is on the pairs of dev" in said  # what `train` says, too
+    # A source's tokenizer changes no token that is counted; a row's length changes which pairs are.
+    losses, outputs, said = of(
+        "--seq_len=12", f"--test={files['c']}", "--target_tokenizer=symbols", "--sweep=tokenizer=chars,bytes"
+    )
+    assert losses == outputs == ["tokenizer=bytes − tokenizer=chars"] and "chosen on the pairs" not in said
+    losses, outputs, said = of("--sweep=seq_len=12,5")
+    assert not losses and len(outputs) == 1 and "do not fit seq_len=5" in said
+    losses, outputs, said = of("--seq_len=12", f"--sweep=test={files['c']},{files['a']}")
+    assert not losses and not outputs and said.count("not compared") == 2
+    with pytest.raises(DataError, match="do not fit seq_len=5"):
+        ablation.settled(ask(*line, "--seq_len=5", "--strict"), strict=True)
+
+
+def test_lengths_of_rows_are_of_one_question_on_a_text_alone() -> None:
+    for task, kept in (("text", 1), ("copy", 0)):
+        made = ablation.settled(ask(f"--task={task}", "--sweep=seq_len=16,8", "--d_model=8", "--num_heads=1"))
+        assert len(made.question.comparisons) == kept and not made.pairs
 
 
 MISTAKES = {
     "--sweep=drop_rate=1": "unknown field 'drop_rate'",
     "--sweep=steps=1,2": "arms of one sweep train alike; use --steps",
     "--sweep=learning_rate=1,2 --learning_rate=3": "both given: which one?",
+    "--sweep=d_model=16,32 --d_model=8": "both given: which one?",
+    "--sweep=task=copy,reverse": "arms of one sweep are of one task; use --task",
+    "--task=pairs --pairs=x.tsv --sweep=metrics=bleu,chrf": "the same models would be trained again; use --metrics",
+    "--task=copy --sweep=bpe_size=500,600": "is read with --task=",
+    "--sweep=mask=causal,none": "a position would read what it is to say",
     "--depth=full": "--depth has no effect in --experiment=ablation",
     "--task=pairs --pairs=x.tsv --positions=learned --max_positions=8": "seq_len=64",
 }
@@ -109,16 +148,6 @@ def test_a_mistake_is_one_line(line: str, capsys: Any, tmp_path: Path) -> None:
 # --- the answer, and ensembles of it ----------------------------------------------------
 
 
-@contextlib.contextmanager
-def quick_programs() -> Iterator[None]:
-    """Sweeps compiled as tests.quick compiles: one that runs for a second need not be fast."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.fixture(scope="module")
 def answered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Two arms that read other characters, two seeds each; the files that they learnt from are gone."""
@@ -129,7 +158,7 @@ def answered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     line = [f"--pairs={folder / 'train.tsv'}", f"--dev={folder / 'dev.tsv'}", f"--workdir={folder / 'w'}", *SIZES]
     line += ["--steps=150", "--batch_size=32", "--dropout_rate=0", "--ema_decay=0", "--schedule=constant"]
     line += ["--seeds=2", "--sweep=tokenizer=chars,bytes", "--target_tokenizer=symbols", f"--learning_rate={RATE}"]
-    with pytest.MonkeyPatch.context() as patch, quick_programs():
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(beam, "_search", jit(beam.search, static_argnames=("beam", "n_best")))
         assert launch.main(["launch.py", "--experiment=ablation", "--task=pairs", *line]) == 0
         (folder / "train.tsv").unlink()
@@ -150,10 +179,10 @@ def test_what_each_seed_wrote_is_in_the_answer(answered: Path) -> None:
     found = json.loads((answered / "results.json").read_text())
     models, written = trained.models(answered), found["written"]
     assert [arm["name"] for arm in written["arms"]] == ["tokenizer=chars", "tokenizer=bytes"]
-    assert written["metrics"][:2] == ["word_error_rate", "phone_error_rate"] and not found["comparisons"]
+    assert written["metrics"][:2] == ["word_error_rate", "phone_error_rate"] and len(found["comparisons"]) == 1
     rates = set()
     for i, arm in enumerate(written["arms"]):
-        assert arm["items"] == 30
+        assert (arm["items"], arm["models"]) == (30, 2)
         tokenizers = trained.tokenizers_of(str(answered), trained.arm_named(str(answered), arm["name"]))
         assert tokenizers.source.kind == arm["name"].split("=")[1]
         for seed in range(2):
@@ -169,7 +198,7 @@ def test_what_each_seed_wrote_is_in_the_answer(answered: Path) -> None:
     assert (row["a"], row["b"]) == ("tokenizer=bytes", "tokenizer=chars")
     assert row["difference"] == pytest.approx(np.mean(np.subtract(a, b)))
     page = (answered / "report.html").read_text()
-    assert "What they write" in page and "word error rate (whole outputs), ensemble" in page
+    assert "What they write" in page and "Paired by seed; a family of its own" in page
 
 
 def test_the_seeds_of_an_arm_are_an_ensemble(answered: Path, capsys: Any) -> None:
@@ -234,9 +263,84 @@ def test_diverged_seeds_write_nothing(answered: Path, tmp_path: Path) -> None:
     lose([0, 1])
     with pytest.raises(ConfigError, match="tokenizer=chars diverged with every seed"):
         loaded(f"--restore={copy}", "--arm=tokenizer=chars")
+    results = json.loads((answered / "results.json").read_text())
+    (copy / "results.json").write_text(json.dumps(results | {"steps": 100}))
+    with pytest.raises(trained.WorkdirError, match="has gone on to step 150 after the answer at step 100"):
+        loaded(f"--restore={copy}", "--arm=tokenizer=chars")
     (copy / "results.json").unlink()
     with pytest.raises(trained.WorkdirError, match="holds no finished sweep"):
         loaded(f"--restore={copy}", "--arm=tokenizer=chars")
+
+
+def test_tokenizers_are_those_that_the_models_were_trained_with(answered: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "w"
+    shutil.copytree(answered, copy, ignore=shutil.ignore_patterns("evaluation*"))
+    held = json.loads((copy / "tokenizers.json").read_text())
+    held["of_arms"].reverse()
+    (copy / "tokenizers.json").write_text(json.dumps(held))
+    with pytest.raises(CheckpointError, match="tokenizer=chars was trained with other tokenizers than its"):
+        loaded(f"--restore={copy}", "--arm=tokenizer=chars")
+    (copy / "tokenizers.json").unlink()
+    with pytest.raises(trained.WorkdirError, match="the sweep's own command writes it again"):
+        loaded(f"--restore={copy}", "--arm=tokenizer=chars")
+
+
+def test_a_sweep_is_no_workdir_of_train(answered: Path, tmp_path: Path, capsys: Any) -> None:
+    def says(*args: str) -> str:
+        assert launch.main(["launch.py", *args]) == 2
+        return capsys.readouterr().err
+
+    files = f"--pairs={answered.parent / 'dev.tsv'}"
+    line = ["--experiment=train", "--task=pairs", files, f"--workdir={tmp_path / 'x'}", f"--restore={answered}"]
+    assert "is a sweep: a run starts from a workdir of train" in says(*line)
+    assert "holds ablation; a workdir of train is wanted" in says("--experiment=sample", f"--restore={answered}")
+    (tmp_path / "config.json").write_text("{}")
+    assert "its config.json is not one of ours" in says("--experiment=evaluate", f"--restore={tmp_path}")
+
+
+def test_every_arms_data_are_what_a_run_is(tmp_path: Path) -> None:
+    """A file that changed is seen, though it is the second arm's; where all arms share theirs, one digest says it."""
+    made = words(40, 0)
+    a, b = (write_pairs(tmp_path / f"{n}.tsv", part) for n, part in (("a", made[:20]), ("b", made[20:])))
+    line = ["--task=pairs", f"--pairs={a}", f"--dev={a}", *SIZES]
+
+    def identity(*more: str) -> dict[str, Any]:
+        return asking.identity(ablation.settled(ask(*line, *more)).question)
+
+    before = identity(f"--sweep=test={a},{b}")
+    write_pairs(b, made[19:])
+    after = identity(f"--sweep=test={a},{b}")
+    assert before["data"] == after["data"] and before["data_of_arms"] != after["data_of_arms"]
+    assert "data_of_arms" not in identity("--sweep=norm=layernorm,rmsnorm")
+
+
+def test_a_run_that_is_stopped_shows_no_older_answer(answered: Path, monkeypatch: Any, capsys: Any) -> None:
+    written_for = json.loads((answered / "results.json").read_text())
+    monkeypatch.setattr(ablation.ask, "run", lambda *_: 0)
+    monkeypatch.setattr(ablation, "settled", lambda of, strict: ablation.Asked(of, (), ()))
+    for seeds, shown in ((2, True), (3, False)):
+        line = [f"--workdir={answered}", f"--seeds={seeds}", "--task=pairs", "--pairs=x.tsv", "--steps=150"]
+        assert launch.main(["launch.py", "--experiment=ablation", *line]) == 0
+        out = capsys.readouterr().out
+        assert ("word error rate" in out) == shown
+        assert all(len(row) <= 80 for row in out.split("\n")) and written_for["seeds"] == 2
+
+
+def test_an_interrupted_judgement_is_one_line(monkeypatch: Any, capsys: Any) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ablation, "question", interrupted)
+    assert launch.main(["launch.py", "--experiment=ablation"]) == 130
+    assert capsys.readouterr().err == "launch.py: interrupted; what was saved is there for the same command\n"
+
+
+@pytest.mark.parametrize(("metric", "better"), [("word_error_rate", "a"), ("bleu", "b")])
+def test_the_better_arm_is_named_whatever_way_the_metric_points(metric: str, better: str) -> None:
+    values = {"a": [1.0, 1.1, 1.0, 1.2, 1.0, 1.1], "b": [2.0, 2.2, 2.1, 2.0, 2.1, 2.1]}
+    (row,) = stats.compare(values, [("a", "b")], metric)
+    made = written._judged(row, metric)
+    assert (made["lower"], made["better"], made["verdict"]) == ("a", better, f"{better} better")
 
 
 # --- what an ensemble's loss is ---------------------------------------------------------

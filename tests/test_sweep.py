@@ -143,6 +143,16 @@ def test_a_stopped_sweep_goes_on_to_the_same_bits(whole: Outcome, asked: int, tm
     assert sweep(a_question(), tmp_path, chunk=5).programs_compiled == 0
 
 
+def test_a_sweep_goes_on_on_another_number_of_devices(whole: Outcome, tmp_path: Path) -> None:
+    """12 runs fill eight devices up to 16, and five up to 15; sums differ in the last bits between them."""
+    assert sweep(a_question(), tmp_path, chunk=5, stop=StopAfter(2)).stopped
+    second = sweep(a_question(), tmp_path, chunk=5, devices=5)
+    assert not second.stopped and second.results.keys() == whole.results.keys()
+    for run, one in whole.results.items():
+        np.testing.assert_allclose(second.results[run].loss, one.loss, rtol=1e-5)
+        assert second.results[run].final("report_loss") == pytest.approx(one.final("report_loss"), rel=1e-5)
+
+
 def test_more_seeds_join_a_finished_sweep(whole: Outcome, tmp_path: Path) -> None:
     question = a_question()
     sweep(question, tmp_path, seeds=1, blocks=[(0, 1)])
