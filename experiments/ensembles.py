@@ -1,7 +1,7 @@
 """Trained models of pairs as flags name them, with their tokenizers: of `train`, or the seeds of an arm of a sweep."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +51,17 @@ class _Member:
     name: str
     config: Config
     hyper: Hyper
-    tokenizers: Tokenizers
     params: Any
     step: int
     notes: list[str]
+
+
+Fits = Callable[[str, tuple[Config, Hyper], Tokenizers], None]
+
+
+def _changes(settings: Settings) -> dict[str, Any]:
+    """The fields of the model that the flags change."""
+    return {name: value for name, value in settings.overrides.items() if name not in DATA}
 
 
 def restores(restore: str) -> list[str]:
@@ -70,22 +77,24 @@ def load(settings: Settings) -> Loaded:
     """
     penalty = Penalty(settings.penalty, settings.length_penalty)
     check_beam(settings.beam, settings.n_best, penalty)
-    changes = {name: value for name, value in settings.overrides.items() if name not in DATA}
-    folders, members = restores(settings.restore), []
+    folders, members = restores(settings.restore), list[_Member]()
+    changes = _changes(settings)
     if settings.arm and not any(map(trained.is_sweep, folders)):
         raise ConfigError(f"--arm={settings.arm}: --restore={settings.restore} names no sweep")
     read: list[tuple[Config, Hyper, Tokenizers]] = []
+
+    def fits(name: str, trained_as: tuple[Config, Hyper], tokenizers: Tokenizers) -> None:
+        """Whether a model can write with those before it: asked before its parameters are read."""
+        config, hyper = restoring.changed(*trained_as, changes)
+        if settings.beam > config.V:
+            raise ConfigError(f"--beam={settings.beam} is wider than the vocabulary of {config.V}")
+        read.append((config, hyper, tokenizers))
+        _check_alike(folders[0], name, read[0], read[-1])
+
     for folder in folders:
         if (task := restoring.saved_task(folder)) not in PAIR_TASKS:
             raise ConfigError(f"--restore={folder} was trained on task {task}: one of {', '.join(PAIR_TASKS)}")
-        of_folder = _of_sweep(folder, settings) if trained.is_sweep(folder) else [_of_train(folder, settings, changes)]
-        for member in of_folder:
-            config, hyper = restoring.changed(member.config, member.hyper, changes)
-            if settings.beam > config.V:
-                raise ConfigError(f"--beam={settings.beam} is wider than the vocabulary of {config.V}")
-            members.append(member)
-            read.append((config, hyper, member.tokenizers))
-            _check_alike(members[0].name, member.name, read[0], read[-1])
+        members += (_of_sweep if trained.is_sweep(folder) else _of_train)(folder, settings, fits)
     # Those that compute the same function of their parameters are searched with together, whatever they learnt by.
     alike = [next(one for one in read if _computed(*one[:2]) == _computed(*other[:2])) for other in read]
     others = tuple((config, hyper) for config, hyper, _ in alike[1:])
@@ -97,14 +106,15 @@ def load(settings: Settings) -> Loaded:
     return Loaded(made, names, steps, notes, folders[0], (members[0].config, members[0].hyper))
 
 
-def _of_train(folder: str, settings: Settings, changes: Mapping[str, Any]) -> _Member:
+def _of_train(folder: str, settings: Settings, fits: Fits) -> list[_Member]:
     from experiments import loop
 
     config, hyper = restoring.saved_configuration(folder)
     tokenizers = restoring.saved_tokenizers(folder)
     if tokenizers is None:
         raise WorkdirError(f"--restore={folder}: no {TOKENIZERS} there")
-    like = loop.abstract_state(*restoring.changed(config, hyper, changes))
+    fits(folder, (config, hyper), tokenizers)
+    like = loop.abstract_state(*restoring.changed(config, hyper, _changes(settings)))
     restored = restoring.restore_weights(Path(folder) / "checkpoints", like, settings.restore_step, settings.average)
     made_with = restored.meta.get("tokenizers", tokenizers.sha256)
     if made_with != tokenizers.sha256:
@@ -113,10 +123,10 @@ def _of_train(folder: str, settings: Settings, changes: Mapping[str, Any]) -> _M
             f"SHA-256 {made_with[:12]}… and {tokenizers.sha256[:12]}…"
         )
     notes = [*restored.notes, f"{folder}, step {restored.step}"]
-    return _Member(folder, config, hyper, tokenizers, restored.state, restored.step, notes)
+    return [_Member(folder, config, hyper, restored.state, restored.step, notes)]
 
 
-def _of_sweep(folder: str, settings: Settings) -> list[_Member]:
+def _of_sweep(folder: str, settings: Settings, fits: Fits) -> list[_Member]:
     """The models of an arm at its best rate, one a seed; those that diverged are left out, and named in the notes."""
     if settings.restore_step or settings.average:
         given = "restore_step" if settings.restore_step else "average"
@@ -129,8 +139,9 @@ def _of_sweep(folder: str, settings: Settings) -> list[_Member]:
     members = []
     for seed, model in arm.sound.items():
         name = f"{folder}, {arm.name}, seed {seed}"
+        fits(name, (model.config, model.hyper), tokenizers)
         notes = [*lost, f"{name}, step {model.step}"]
-        members.append(_Member(name, model.config, model.hyper, tokenizers, model.params, model.step, notes))
+        members.append(_Member(name, model.config, model.hyper, model.params, model.step, notes))
         lost = []
     return members
 
