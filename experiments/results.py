@@ -144,7 +144,7 @@ def verdict(rows: Sequence[stats.Comparison], arms: Sequence[dict[str, Any]], se
     lost = sum(len(arm["diverged"]) for arm in arms)
     if lost:
         parts.append(f"{lost} of {sum(len(arm['learning_rates']) for arm in arms) * seeds} runs diverged")
-    return "; ".join(parts) + "." if parts else "No comparisons were asked for."
+    return "; ".join(parts) + "." if parts else "No losses are compared."
 
 
 def would_change(rows: Sequence[stats.Comparison], arms: Sequence[dict[str, Any]], outcome: Outcome) -> list[str]:

@@ -181,7 +181,7 @@ def test_a_partly_diverged_best_rate_says_how_many_are_left(outcome: Outcome):
 def test_a_folder_without_config_and_a_question_without_comparisons(outcome: Outcome, found: dict, tmp_path: Path):
     bare = {**found, "comparisons": [], "would_change": [], "notes": ["a note"]}
     seen = words(report.write(tmp_path, outcome, bare, []).read_text(encoding="utf-8"))
-    assert "No comparisons were asked for." in seen and "no record of the command" in seen and "a note" in seen
+    assert "No losses are compared." in seen and "no record of the command" in seen and "a note" in seen
 
 
 def test_numbers_in_words():
