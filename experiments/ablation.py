@@ -1,6 +1,6 @@
 """What does a setting do? Arms of any fields, on any task, with any number of seeds.
 
-    python launch.py --experiment=ablation --sweep="norm=layernorm,rmsnorm"
+    python launch.py --experiment=ablation --sweep="norm=layernorm,rmsnorm;ffn=relu,swiglu" --match_ffn_parameters
     python launch.py --experiment=ablation --task=pairs --pairs=train.tsv --dev=dev.tsv --sweep="dropout_rate=0.3,0.1"
     python launch.py --experiment=ablation --task=pairs --pairs=train.tsv --dev=dev.tsv --seeds=5 --workdir=runs/five
     python launch.py --experiment=evaluate --restore=runs/five --test=test.tsv --beam=5
@@ -33,12 +33,13 @@ from transformer_jax.cache import check_cacheable
 from transformer_jax.config import Config, Hyper
 from transformer_jax.data import Task, make_task, resolve
 from transformer_jax.data.pairs_task import PAIR_TASKS
+from transformer_jax.encoder_decoder import count_parameters
 from transformer_jax.errors import ConfigError
 
 FLAGS = (*(flag for flag in ask.FLAGS if flag != "depth"), "strict")
 SEEDS = 6
 RATES = (1 / 3, 1.0, 3.0)  # of the usual one
-ALONE = "as set"  # the one arm of a run without --sweep
+ALONE, ONE = "as set", "One setting, seed by seed"  # the one arm of a run without --sweep, and what it asks
 BASE = Config(
     num_heads=4, num_layers=2, d_model=64, seq_len=64, batch_size=8, steps=300, optimizer="adam", scan_unroll=0
 )
@@ -97,7 +98,7 @@ def question(settings: Settings) -> Question:
         notes = (*notes, f"all arms at one learning rate, {rates[0]:g}: what suits an arm's own is not asked")
     return Question(
         name="ablation",
-        title=f"What does {' and '.join(extra)} do?" if extra else "One setting, seed by seed",
+        title=f"What {'do' if len(extra) > 1 else 'does'} {' and '.join(extra)} do?" if extra else ONE,
         arms=arms,
         learning_rates=tuple(sorted(rates)),
         comparisons=pairs,
@@ -144,6 +145,11 @@ def settled(of: Question, strict: bool = False) -> Asked:
         lost = [f"{a} against {b}" for a, b in of.comparisons if (a, b) not in kept[what]]
         if lost and (what == "losses" or writes(of)):
             notes.append(f"{what} not compared, as they are of other tokens or data: {'; '.join(lost)}")
+    sizes = {config: count_parameters(config) for config in made}
+    of_arm = {arm.name: sizes[arm.config] for arm in arms}
+    unlike = [f"{a} {of_arm[a]:,}, {b} {of_arm[b]:,}" for a, b in of.comparisons if not _alike(of_arm[a], of_arm[b])]
+    if unlike:
+        notes.append(f"compared at other numbers of parameters: {'; '.join(unlike)}")
     question = dataclasses.replace(of, arms=arms, comparisons=kept["losses"], notes=tuple(notes))
     return Asked(question, tasks, kept["what is written"] if writes(of) else ())
 
@@ -160,6 +166,11 @@ def _chosen_on_the_report(task: Task) -> bool:
 def _items(config: Config, task: Task) -> Any:
     """What a model of pairs is to write, and its references: equal where error rates are of one question."""
     return None if task.text is None else task.text.pairs.get("report")
+
+
+def _alike(a: int, b: int) -> bool:
+    """Whether two models are of about one size: within 2%."""
+    return abs(a - b) <= 0.02 * max(a, b)
 
 
 def _tokens(config: Config, task: Task) -> Any:

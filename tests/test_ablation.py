@@ -117,6 +117,15 @@ def test_what_is_compared_is_of_one_question(tmp_path: Path) -> None:
         ablation.settled(ask(*line, "--seq_len=5", "--strict"), strict=True)
 
 
+def test_models_of_other_sizes_are_named() -> None:
+    for more, said in (([], True), (["--match_ffn_parameters"], False)):
+        made = ablation.settled(ask("--task=copy", "--sweep=ffn=relu,swiglu;norm=layernorm,rmsnorm", *more)).question
+        assert made.title == "What do ffn and norm do?" and len(made.comparisons) == 4
+        notes = [note for note in made.notes if note.startswith("compared at other numbers of parameters: ")]
+        # Norms differ in a few scales, below what is named; SwiGLU has a third matrix.
+        assert len(notes) == said and (not said or notes[0].count("ffn=swiglu") == notes[0].count("; ") + 1 == 2)
+
+
 def test_lengths_of_rows_are_of_one_question_on_a_text_alone() -> None:
     for task, kept in (("text", 1), ("copy", 0)):
         made = ablation.settled(ask(f"--task={task}", "--sweep=seq_len=16,8", "--d_model=8", "--num_heads=1"))
