@@ -78,11 +78,6 @@ def question(settings: Settings) -> Question:
             raise ConfigError(f"--sweep={name}=…: {NOT_SWEPT[name]}")
         if readers and config.task not in readers:
             raise ConfigError(f"--sweep={name}=… is read with --task={' or '.join(readers)}, not with {config.task}")
-    if config.architecture != "encoder" and (cheats := [m for m in extra.get("mask", ()) if m not in HONEST]):
-        raise ConfigError(
-            f"--sweep=mask={cheats[0]}: a position would read what it is to say, and the losses would not be of one "
-            "question: --experiment=masking compares them honestly"
-        )
     rates = extra.pop("learning_rate", ())
     if not rates:
         usual = hyper.learning_rate
@@ -91,6 +86,11 @@ def question(settings: Settings) -> Question:
     arms = grid.with_shared_terms(grid.cross([Arm("", config, hyper)], extra))
     arms = tuple(dataclasses.replace(arm, name=arm.name.removeprefix(", ") or ALONE) for arm in arms)
     for arm in arms:
+        if arm.config.architecture != "encoder" and arm.config.mask not in HONEST:
+            raise ConfigError(
+                f"mask={arm.config.mask}: a position would read what it is to say, and no loss would mean anything: "
+                "--experiment=masking asks about masks honestly"
+            )
         if arm.config.task in PAIR_TASKS:
             check_cacheable(arm.config)  # it is to write
     pairs, notes = stats.first_pairs(against_first(arms, extra))

@@ -140,7 +140,9 @@ MISTAKES = {
     "--sweep=task=copy,reverse": "arms of one sweep are of one task; use --task",
     "--task=pairs --pairs=x.tsv --sweep=metrics=bleu,chrf": "the same models would be trained again; use --metrics",
     "--task=copy --sweep=bpe_size=500,600": "is read with --task=",
-    "--sweep=mask=causal,none": "a position would read what it is to say",
+    "--sweep=mask=causal,none": "mask=none: a position would read what it is to say",
+    "--mask=prefix --sweep=norm=layernorm,rmsnorm": "mask=prefix: a position would read what it is to say",
+    "--mask=none --sweep=architecture=encoder,decoder": "mask=none: a position would read what it is to say",
     "--depth=full": "--depth has no effect in --experiment=ablation",
     "--task=pairs --pairs=x.tsv --positions=learned --max_positions=8": "seq_len=64",
 }
