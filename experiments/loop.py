@@ -208,9 +208,10 @@ def train(
                 # A clock and a signal are one process's own: the first one's time holds, and anyone's wish to stop.
                 late = time.monotonic() - last_save > SAVE_SECONDS
                 said = processes.agree(chunk, late, stop.exit_code if stop.reason else -1)
-                chunk, late = said[0][0], said[0][1]
-                stop.told(max(row[2] for row in said))
-                reason = stop.reason
+                chunk, late, wish = said[0][0], said[0][1], max(row[2] for row in said)
+                stop.told(wish)
+                # A signal since then was told to no one yet: heeded now, it would leave the others stepping alone.
+                reason = stop.reason if wish >= 0 else ""
                 meta = describes | {"step": done, "metrics": measured, "stale": stale}
                 meta["best"] = best if best < UNMEASURED else None
                 due = (checkpoint_every and done % checkpoint_every == 0) or keep.value(meta) < saver.best

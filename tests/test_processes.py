@@ -138,6 +138,28 @@ def test_a_signal_to_one_stops_both_saved(tmp_path: Path) -> None:
     assert f"stopped at step {step}" in told
 
 
+def test_a_signal_in_the_midst_of_agreeing_waits_for_the_next_time(tmp_path: Path) -> None:
+    """Noted after this process has said that it goes on: were it heeded at once, the other would step on alone."""
+    code = """
+        import os, signal, sys, runpy
+        from experiments import processes
+        agree, calls = processes.agree, []
+        def agree_when_told(*own):
+            calls.append(own)
+            if processes._index == 1 and len(calls) == 6:
+                assert own[2] == -1, own
+                os.kill(os.getpid(), signal.SIGTERM)
+            return agree(*own)
+        processes.agree = agree_when_told
+        sys.argv[0] = "launch.py"
+        runpy.run_path("launch.py", run_name="__main__")
+    """
+    children = start_two(code, *TINY, f"--workdir={tmp_path / 'w'}", *ENDLESS)
+    (_, told), (_, quiet) = end(children, 100)
+    assert [child.returncode for child in children] == [128 + signal.SIGTERM] * 2, (told, quiet)
+    assert "another process was told to stop; saved" in told
+
+
 def test_a_signal_before_the_first_step_ends_a_process(tmp_path: Path) -> None:
     """JAX's preemption service, on by default, notes a SIGTERM and goes on: `kill` would do nothing until we listen."""
     code = """
