@@ -12,9 +12,11 @@ from experiments.workdir import TOKENIZERS, WorkdirError, read_json
 from transformer_jax import checkpoint
 from transformer_jax.config import Config, Hyper, from_dict, with_terms
 from transformer_jax.data import Tokenizers
+from transformer_jax.data.pairs_task import PAIR_TASKS
 from transformer_jax.errors import CheckpointError, ConfigError
 from transformer_jax.saver import UNMEASURED, Keep, Value
 
+TOKENIZER_FIELDS = ("tokenizer", "target_tokenizer", "bpe_size")
 METRIC = "loss"  # what "best" is the lowest of, on the selection split, where a run names nothing else
 
 
@@ -50,6 +52,20 @@ def saved_tokenizers(restore: str) -> Tokenizers | None:
     """The tokenizers that a run on texts was trained with; None where it has none."""
     held = read_json(Path(restore) / TOKENIZERS)
     return None if held is None else Tokenizers.from_dict(held)
+
+
+def inherited(restore: str, task: str) -> tuple[dict[str, Any], Tokenizers | None]:
+    """What a run of `task` that goes on from a workdir of `train` reads with: fields of Config, and the tokenizers.
+
+    Nothing where that has none, or was trained on a task of another kind: both on pairs, or both on text.
+    """
+    held, tokenizers = read_json(Path(restore) / "config.json"), saved_tokenizers(restore)
+    if held is None or tokenizers is None:
+        return {}, None
+    own = saved_configuration(restore)[0]
+    if own.task != task and not {own.task, task} <= set(PAIR_TASKS):
+        return {}, None
+    return {name: getattr(own, name) for name in TOKENIZER_FIELDS}, tokenizers
 
 
 def folders(restore: str) -> list[Path]:

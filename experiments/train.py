@@ -5,15 +5,17 @@
     python launch.py --experiment=train --mesh=data:4,fsdp:2 --coordinator=host0:1234 --num_processes=2 --process_id=0
     python launch.py --experiment=train --text=mine.txt --restore=runs/lm --parts=embedding --workdir=runs/mine
     python launch.py --experiment=train --task=pairs --pairs=train.tsv --dev=dev.tsv --patience=5 --workdir=runs/g2p
+    python launch.py --experiment=train --task=pairs --pairs=mine.tsv --restore=runs/g2p --workdir=runs/tuned
     python launch.py --experiment=train --task=pairs --pairs=a.en,a.de --dev=b.en,b.de --tokenizer=bpe --strict
     python launch.py --experiment=train --mesh=data:2,fsdp:4 --preset=mini_llama_40m --workdir=runs/llama
 
 The same command again resumes, on the same mesh or another; --minutes stops cleanly in time.
 --restore starts a new run from the parameters of another (--parts: only those named; what was
-taken and what was not is printed). Evaluations show loss, accuracy and three samples written by
-the model. A model of pairs is judged by what it writes for dev; its best checkpoint is kept and reported, and
-with --patience training ends when nothing gets better. Expected: 60 steps of the default (--steps=60)
-end at 3.16 bits per byte on the reported split of Python 3.11's own text.
+taken and what was not is printed), in the ids of its tokenizers unless flags name others.
+Evaluations show loss, accuracy and three samples written by the model. A model of pairs is judged by
+what it writes for dev; its best checkpoint is kept and reported, and with --patience training ends
+when nothing gets better. Expected: 60 steps of the default (--steps=60) end at 3.16 bits per byte on
+the reported split of Python 3.11's own text.
 """
 
 import dataclasses
@@ -83,11 +85,17 @@ def base_of(settings: Settings) -> tuple[Config, Hyper]:
     return base.replace(steps=steps, warmup_steps=min(base.warmup_steps, steps // part)), hyper
 
 
-def configuration(settings: Settings, mesh: sharding.Mesh | None = None) -> tuple[Config, Hyper, Task]:
-    """What the flags ask for, with its vocabulary and terms; the data is read here."""
+def configuration(
+    settings: Settings, mesh: sharding.Mesh | None = None, source: str = ""
+) -> tuple[Config, Hyper, Task]:
+    """What the flags ask for, with its vocabulary and terms; the data is read here.
+
+    source: a workdir whose tokenizers are taken, as restoring.inherited says; "": they are fitted to the data.
+    """
     config, hyper = settings.configure(*base_of(settings))
-    config = resolve(with_terms(config, [hyper]), settings.strict)
-    task = make_task(config, strict=settings.strict)
+    fields, tokenizers = restoring.inherited(source, config.task) if source else ({}, None)
+    config = resolve(with_terms(config.replace(**fields), [hyper]), settings.strict, tokenizers)
+    task = make_task(config, tokenizers, settings.strict)
     check(config, hyper, task, sharding.constrain(mesh))
     return config, hyper, task
 
@@ -97,6 +105,27 @@ def identity(config: Config, hyper: Hyper, seed: int, task: Task) -> dict[str, A
     fields = to_dict(config)
     del fields["steps"]
     return {"experiment": "train", "config": fields, "hyper": to_dict(hyper), "seed": seed, "data": task.sha256}
+
+
+def reads_as(settings: Settings, begun: str) -> str:
+    """The workdir whose tokenizers a run with --restore takes: the source's, of which nothing else knows the ids.
+
+    begun: its own workdir, once it has checkpoints (the source may be gone by then), else "". "" where there is
+    no source, or flags name a tokenizer, or the part that stands for ids is not taken.
+    """
+    named = any(name in settings.overrides for name in (*restoring.TOKENIZER_FIELDS, "vocab_size"))
+    if not settings.restore or named or not _takes_ids(settings) or trained.is_sweep(settings.restore):
+        return ""
+    return begun or settings.restore
+
+
+def _takes_ids(settings: Settings) -> bool:
+    """Whether the parameters that stand for ids are among --parts."""
+    return any(part in ("", "embedding") for part in _parts(settings))
+
+
+def _parts(settings: Settings) -> list[str]:
+    return [part.strip() for part in settings.parts.split(",")]
 
 
 def came_from(settings: Settings) -> dict[str, Any]:
@@ -120,19 +149,18 @@ def warmth(
         return None
     if trained.is_sweep(settings.restore):
         raise ConfigError(f"--restore={settings.restore} is a sweep: a run starts from a workdir of train")
-    parts = [part.strip() for part in settings.parts.split(",")] if settings.parts else [""]
     folder = restoring.folder_of_train(settings.restore)
     step, passed = restoring.sound_step(folder, settings.restore_step or restoring.usual_step(folder))
     meta = checkpoint.read_meta(folder, step)
     ids = "" if task.text is None else task.text.tokenizers.sha256
-    if meta.get("tokenizers", "") != ids and any(part in ("", "embedding") for part in parts):
+    if meta.get("tokenizers", "") != ids and _takes_ids(settings):
         raise CheckpointError(
             f"--restore={settings.restore} was trained with other tokenizers: its embedding stands for other ids; "
-            "take the rest by --parts=encoder,decoder"
+            "name no tokenizer, to go on with its own, or take the rest by --parts=encoder,decoder"
         )
     averaged = meta.get("hyper", {}).get("ema_decay", 0.0) > 0
     tree = "ema" if averaged else "params"
-    names = [f"{tree}/{part}".rstrip("/") for part in parts]
+    names = [f"{tree}/{part}".rstrip("/") for part in _parts(settings)]
 
     def holder(state: TrainState) -> TrainState:
         return dataclasses.replace(state, ema=state.params) if averaged else state
@@ -152,16 +180,17 @@ def run(settings: Settings) -> int:
     from experiments import loop, plans
     from transformer_jax.optim import NEEDS_STEPS
 
-    mesh = sharding.from_text(settings.mesh)
-    config, hyper, task = configuration(settings, mesh)
-    plan = plans.plan_of(config, hyper, task, settings, mesh)
-    saves = Path(settings.workdir or "runs/train") / "checkpoints"
+    mesh, folder = sharding.from_text(settings.mesh), settings.workdir or "runs/train"
+    saves = Path(folder) / "checkpoints"
     begun = saves.is_dir() and bool(checkpoint.steps(saves)) and not settings.overwrite
+    source = reads_as(settings, folder if begun else "")
+    config, hyper, task = configuration(settings, mesh, source)
+    plan = plans.plan_of(config, hyper, task, settings, mesh)
     # What has begun goes on from its own checkpoints: the source may be gone.
     warm = None if begun else warmth(settings, loop.abstract_state(config, hyper), task)
     fixed = f"the schedule {config.schedule} depends on it" if config.schedule in NEEDS_STEPS else ""
     workdir = open_workdir(
-        settings.workdir or "runs/train",
+        folder,
         identity(config, hyper, settings.seed, task) | came_from(settings),
         {"steps": config.steps, "checkpoint_every": settings.checkpoint_every, "mesh": settings.mesh},
         overwrite=settings.overwrite,

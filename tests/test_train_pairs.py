@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -134,17 +135,66 @@ def test_a_new_run_starts_from_the_weights_that_the_other_is_used_with(
     assert found["loss"] == pytest.approx(best["report"]["loss"], abs=1e-5)
 
 
-def test_other_tokenizers_are_refused_where_their_ids_would_be_taken(trained: Path, tmp_path: Path, capfd: Any) -> None:
+@pytest.fixture
+def other(tmp_path: Path) -> str:
+    """Pairs with a letter that the trained model has never seen."""
     path = tmp_path / "other.tsv"
     path.write_text("".join(f"{word}x\t{phones(word)}\n" for word in words(30, 1)), encoding="utf-8")
+    return f"--pairs={path}"
+
+
+def test_a_trained_model_goes_on_with_other_pairs_in_its_own_ids(
+    trained: Path, files: list[str], other: str, tmp_path: Path, capfd: Any
+) -> None:
+    """With a rate of 0 its loss on its own dev data is what it was: each id still means the same symbol."""
+    source, folder = tmp_path / "source", tmp_path / "w"
+    shutil.copytree(trained, source)
     command = [
-        "launch.py",
-        *TINY,
-        f"--pairs={path}",
-        "--steps=1",
-        f"--restore={trained}",
-        f"--workdir={tmp_path / 'w'}",
-    ]
-    assert launch.main(command) == 2
+        "launch.py", *TINY, other, files[1], "--learning_rate=0", "--warmup_steps=1", f"--restore={source}",
+        f"--workdir={folder}",
+    ]  # fmt: skip
+    assert launch.main([*command, "--steps=1"]) == 0
+    said = capfd.readouterr().err
+    assert "chars of the source" in said and "those of the trained model" in said
+    assert "30 symbols of the source are not in its chars vocabulary" in said
+    assert json.loads((folder / "tokenizers.json").read_text()) == json.loads((trained / "tokenizers.json").read_text())
+    held, found = (json.loads((path / "results.json").read_text()) for path in (trained, folder))
+    assert found["report"]["loss"] == pytest.approx(held["report"]["loss"], abs=1e-5)
+    shutil.rmtree(source)  # what has begun needs it no more
+    assert launch.main([*command, "--steps=2"]) == 0
+    assert "resumed at step 1" in capfd.readouterr().err
+    assert launch.main([*command, "--steps=2", "--overwrite"]) == 2
+    assert "no such folder" in capfd.readouterr().err
+
+
+def test_other_tokenizers_are_refused_where_their_ids_would_be_taken(
+    trained: Path, other: str, tmp_path: Path, capfd: Any
+) -> None:
+    command = ["launch.py", *TINY, other, "--steps=1", f"--restore={trained}", f"--workdir={tmp_path / 'w'}"]
+    assert launch.main([*command, "--tokenizer=chars", "--target_tokenizer=symbols"]) == 2
     assert "other tokenizers" in capfd.readouterr().err and not (tmp_path / "w").exists()
     assert launch.main([*command, "--parts=encoder,decoder"]) == 0
+    said = capfd.readouterr().err
+    assert "chosen by the data" in said and "not in its chars vocabulary" not in said
+
+
+def test_a_text_in_tokens_is_gone_on_with_in_those_tokens(trained: Path, tmp_path: Path, capfd: Any) -> None:
+    """Of a text model its own BPE; and a model of pairs says nothing of how a text is read."""
+    first, second = tmp_path / "first.txt", tmp_path / "second.txt"
+    first.write_text("the cat sat on the mat and the dog lay on the rug\n" * 40, encoding="utf-8")
+    second.write_text("no mat, no rug: only tiles in the whole kitchen\n" * 40, encoding="utf-8")
+    tiny = [
+        "launch.py", "--experiment=train", "--d_model=8", "--num_heads=2", "--num_layers=1", "--seq_len=8",
+        "--batch_size=2", "--steps=1", "--warmup_steps=1",
+    ]  # fmt: skip
+    assert launch.main([*tiny, f"--text={first}", "--tokenizer=bpe", "--bpe_size=280", f"--workdir={tmp_path}/a"]) == 0
+    more = [*tiny, f"--text={second}", f"--restore={tmp_path}/a"]
+    assert launch.main([*more, f"--workdir={tmp_path}/b"]) == 0
+    made = [json.loads((tmp_path / name / "tokenizers.json").read_text()) for name in "ab"]
+    assert made[0] == made[1]
+    fields = [json.loads((tmp_path / name / "config.json").read_text())["identity"]["config"] for name in "ab"]
+    for name in ("tokenizer", "bpe_size", "vocab_size"):
+        assert fields[0][name] == fields[1][name], name
+    capfd.readouterr()
+    assert launch.main([*tiny, f"--text={second}", f"--restore={trained}", f"--workdir={tmp_path}/c"]) == 2
+    assert "other tokenizers" in capfd.readouterr().err

@@ -72,14 +72,17 @@ _MAKERS = {
 }
 
 
-def resolve(config: Config, strict: bool = False) -> Config:
+def resolve(config: Config, strict: bool = False, tokenizers: Tokenizers | None = None) -> Config:
     """`config` with vocab_size filled from the task where it is 0; touches no device.
 
     Pairs: source_vocab_size too. Where there are tokenizers, the files are read and they are fitted, once
-    for all calls as long as the files stay what they are; strict as in `make_task`. Other tasks read nothing.
+    for all calls as long as the files stay what they are; tokenizers, strict: as in `make_task`. Other tasks read
+    nothing.
     """
     if config.vocab_size:
         return config
+    if tokenizers is not None:
+        return config.replace(vocab_size=tokenizers.vocab_size, source_vocab_size=tokenizers.source_vocab_size)
     if config.task in PAIR_TASKS:
         return config.replace(**pair_sizes(config, strict))
     made = text_tokenizers(config) if config.task == "text" else None
@@ -94,9 +97,7 @@ def make_task(config: Config, tokenizers: Tokenizers | None = None, strict: bool
     names the values, for data that cannot be read or is too short, and for a seq_len, vocab_size or
     architecture that the task cannot have.
     """
-    if tokenizers is not None and not config.vocab_size:
-        config = config.replace(vocab_size=tokenizers.vocab_size, source_vocab_size=tokenizers.source_vocab_size)
-    config = resolve(config, strict)
+    config = resolve(config, strict, tokenizers)
     if config.task in PAIR_TASKS:
         return make_pairs_task(config, tokenizers, strict)
     if config.task == "text" and not strict:

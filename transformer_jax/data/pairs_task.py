@@ -26,7 +26,7 @@ from transformer_jax.data.cmudict import cmudict_pairs
 from transformer_jax.data.pairs import Pairs, files_of, outer_file, read_pairs
 from transformer_jax.data.rows import Ragged, Rows, lay_out
 from transformer_jax.data.tasks import END, SPLITS, Index, Task, check_batch
-from transformer_jax.data.vocabularies import Tokenizers, fit
+from transformer_jax.data.vocabularies import Tokenizers, described, fit
 from transformer_jax.errors import DataError
 from transformer_jax.keys import named
 
@@ -231,9 +231,11 @@ def make_pairs_task(config: Config, tokenizers: Tokenizers | None = None, strict
     Raises DataError as `read_pairs` does, for vocabulary sizes that are not the tokenizers', an
     architecture without an answer, and where no pair fits seq_len.
     """
-    corpus, note = _read(config, strict), ""
+    corpus = _read(config, strict)
     if tokenizers is None:
         tokenizers, note = _fitted(corpus, config.tokenizer, config.target_tokenizer, config.bpe_size)
+    else:
+        note = f"{described(tokenizers)} (those of the trained model)"
     check_sizes(config, tokenizers)
     # Only what the rows depend on: the arms of a sweep share them.
     same = Config(architecture=config.architecture, seq_len=config.seq_len)

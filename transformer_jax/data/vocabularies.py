@@ -101,13 +101,20 @@ def fit(
     kinds = source or choose(sources), target or source or choose(targets)
     if kinds[0] == kinds[1]:
         both = _fit(kinds[0], [*sources, *targets], bpe_size, "--tokenizer")
-        made, what = Tokenizers(both, both), f"{kinds[0]} of both sides, {both.size:,} ids"
+        made = Tokenizers(both, both)
     else:
         made = Tokenizers(
             _fit(kinds[0], sources, bpe_size, "--tokenizer"), _fit(kinds[1], targets, bpe_size, "--target_tokenizer")
         )
-        what = f"{kinds[0]} of the source, {made.source.size:,} ids; {kinds[1]} of the target, {made.target.size:,} ids"
-    return made, f"tokenizers: {what}" + (f" ({' and '.join(chosen)}: chosen by the data)" if chosen else "")
+    return made, described(made, kinds) + (f" ({' and '.join(chosen)}: chosen by the data)" if chosen else "")
+
+
+def described(made: Tokenizers, kinds: Sequence[str] = ()) -> str:
+    """A line that says what they are; kinds: what both sides are called, else by themselves."""
+    source, target = kinds or (made.source.kind, made.target.kind)
+    if made.shared:
+        return f"tokenizers: {source} of both sides, {made.target.size:,} ids"
+    return f"tokenizers: {source} of the source, {made.source.size:,} ids; {target} of the target, {made.target.size:,} ids"
 
 
 def _fit(kind: str, texts: Sequence[str], bpe_size: int, option: str) -> Tokenizer:
