@@ -113,8 +113,9 @@ def described(made: Tokenizers, kinds: Sequence[str] = ()) -> str:
     """A line that says what they are; kinds: what both sides are called, else by themselves."""
     source, target = kinds or (made.source.kind, made.target.kind)
     if made.shared:
-        return f"tokenizers: {source} of both sides, {made.target.size:,} ids"
-    return f"tokenizers: {source} of the source, {made.source.size:,} ids; {target} of the target, {made.target.size:,} ids"
+        return f"tokenizers: {target} of both sides, {made.target.size:,} ids"
+    first = f"{source} of the source, {made.source.size:,} ids"
+    return f"tokenizers: {first}; {target} of the target, {made.target.size:,} ids"
 
 
 def _fit(kind: str, texts: Sequence[str], bpe_size: int, option: str) -> Tokenizer:
