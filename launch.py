@@ -76,6 +76,7 @@ def main(argv: Sequence[str]) -> int:
         else:
             if set(processes.FLAGS) <= set(uses[settings.experiment]):
                 processes.join(settings.coordinator, settings.num_processes, settings.process_id)
+                processes.same_flags(settings.values())
             return importlib.import_module(f"experiments.{settings.experiment}").run(settings)
         return 0
     except BrokenPipeError:  # nobody reads on: not a mistake
@@ -117,6 +118,7 @@ if __name__ == "__main__":
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
+        processes.leave(code)
     except BaseException:
         if processes.count() == 1:
             raise

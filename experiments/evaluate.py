@@ -46,6 +46,7 @@ def run(settings: Settings) -> int:
     saves = Path(settings.restore) / "checkpoints"
     like = loop.abstract_state(config, hyper, mesh)
     restored = restoring.restore_weights(saves, like, settings.restore_step, settings.average)
+    processes.same("the step that is read", restored.step)
     for note in restored.notes:
         print(note)
     print(f"{settings.restore}, step {restored.step}")

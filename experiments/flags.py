@@ -127,6 +127,11 @@ class Settings:
     only: str = ""
     show: str = ""
 
+    def values(self) -> dict[str, Any]:
+        """Every flag but the experiment's, None for a field that was not given."""
+        fields = {name: self.overrides.get(name) for name in (*CONFIG_FIELDS, *HYPER_FIELDS)}
+        return {name: getattr(self, name) for name in RUN_FLAGS} | fields
+
     def configure(self, base: Config, hyper: Hyper | None = None) -> tuple[Config, Hyper]:
         """The base (or the preset, where one is given) with the command line's fields.
 

@@ -205,16 +205,18 @@ def train(
                     bar.say(f"step {done}  {in_words(measured)}")
                     for line in samples(config, state.weights, numbers, task):
                         bar.say(line)
-                # A clock and a signal are one process's own: the first one's time holds, and anyone's wish to stop.
+                # A clock, a signal and a float's last bits are one process's own: the first one's time and judgement
+                # hold, and anyone's wish to stop.
                 late = time.monotonic() - last_save > SAVE_SECONDS
-                said = processes.agree(chunk, late, stop.exit_code if stop.reason else -1)
-                chunk, late, wish = said[0][0], said[0][1], max(row[2] for row in said)
+                better = keep.value({"metrics": measured}) < saver.best
+                due = better or bool(checkpoint_every and done % checkpoint_every == 0)
+                said = processes.agree(chunk, late, due, stale, stop.exit_code if stop.reason else -1)
+                (chunk, late, due, stale, _), wish = said[0], max(row[-1] for row in said)
                 stop.told(wish)
                 # A signal since then was told to no one yet: heeded now, it would leave the others stepping alone.
                 reason = stop.reason if wish >= 0 else ""
                 meta = describes | {"step": done, "metrics": measured, "stale": stale}
                 meta["best"] = best if best < UNMEASURED else None
-                due = (checkpoint_every and done % checkpoint_every == 0) or keep.value(meta) < saver.best
                 ended = bool(judge.patience) and stale >= judge.patience
                 if reason or due or done == config.steps or late or ended:
                     saver.save(done, state, meta | {"cursor": feed.cursor()})
@@ -267,7 +269,7 @@ class _Log:
     def __init__(self, path: Path, step: int):
         self.path = path
         kept = []
-        if path.is_file() and step:
+        if step and processes.first() and path.is_file():
             for line in path.read_text(encoding="utf-8").splitlines():
                 try:
                     row = json.loads(line)

@@ -23,7 +23,7 @@ from experiments.program import stack
 from experiments.workdir import WorkdirError, open_workdir, read_json
 from transformer_jax import checkpoint, masks, sharding, train
 from transformer_jax.config import Config, Hyper, to_dict
-from transformer_jax.data import make_task, resolve
+from transformer_jax.data import Task, Tokenizers, make_task, resolve
 from transformer_jax.encoder_decoder import Transformer
 from transformer_jax.errors import ConfigError
 
@@ -43,7 +43,7 @@ SIZED_MASKS = {"window": (4, 16, 64), "prefix": (4, 16)}
 class Row:
     """An arm: its settings, the parameters of each seed, on the host, and the steps that these were trained for.
 
-    notes: lines on checkpoints that were passed over.
+    notes: lines on checkpoints that were passed over. tokenizers: of a run that had them; None: as its data has them.
     """
 
     name: str
@@ -52,6 +52,7 @@ class Row:
     params: Sequence[Transformer]
     step: int
     notes: Sequence[str] = ()
+    tokenizers: Tokenizers | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +76,8 @@ def rows_of(restore: str) -> list[Row]:
 
         config, hyper = evaluate.saved_configuration(restore)
         found = checkpoint.restore_latest(folder / "checkpoints", abstract_state(config, hyper))
-        return [Row("trained", config, hyper, [found.state.weights], found.step, found.notes)]
+        own = restoring.saved_tokenizers(restore)
+        return [Row("trained", config, hyper, [found.state.weights], found.step, found.notes, own)]
     rows = []
     for arm in trained.arms(folder):
         one = arm.models[0]
@@ -125,15 +127,16 @@ def losses(rows: Sequence[Row], settings: Sequence[Setting]) -> np.ndarray:
         where = {(i, seed): n for n, (i, seed) in enumerate((i, s) for i in used for s in range(out.shape[2]))}
         params = jax.tree.map(lambda *x: np.stack(x), *(p for i in used for p in rows[i].params))
         every = [(i, j, seed, hyper) for i, j, hyper in of for seed in range(out.shape[2])]
-        found = _evaluate(config, params, [where[i, seed] for i, _, seed, _ in every], [h for *_, h in every])
+        task = make_task(config, rows[used[0]].tokenizers)
+        found = _evaluate(config, task, params, [where[i, seed] for i, _, seed, _ in every], [h for *_, h in every])
         for (i, j, seed, _), loss in zip(every, found, strict=True):
             out[i, j, seed] = loss
     return out
 
 
-def _evaluate(config: Config, params_R: Any, which: Sequence[int], hypers: Sequence[Hyper]) -> np.ndarray:
+def _evaluate(config: Config, task: Task, params_R: Any, which: Sequence[int], hypers: Sequence[Hyper]) -> np.ndarray:
     """The loss of model which[n] under hypers[n], [n]; spread over the devices, one program."""
-    task, mesh = make_task(config), sharding.runs_mesh()
+    mesh = sharding.runs_mesh()
 
     def one(which: jax.Array, hyper: Hyper, params_R: Any, data: Any) -> jax.Array:
         params = jax.tree.map(lambda x: x[which], params_R)
@@ -190,7 +193,7 @@ def run(settings: Settings) -> int:
         },
         "seeds": len(rows[0].params),
         "settings": [setting.name for setting in columns],
-        "data": make_task(resolve(rows[0].config)).sha256,
+        "data": make_task(resolve(rows[0].config), rows[0].tokenizers).sha256,
     }
     workdir = open_workdir(settings.workdir or "runs/matrix", identity, {}, overwrite=settings.overwrite)
     from experiments import report_matrix

@@ -10,6 +10,7 @@ devices; process 0 alone writes files and speaks. The workdir must be a folder t
 
 import os
 import sys
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -126,6 +127,18 @@ def same(what: str, value: int) -> None:
     found = [row[0] for row in agree(value)]
     if len(set(found)) > 1:
         raise UserError(f"the {_count} processes differ in {what} ({', '.join(map(str, found))})")
+
+
+def same_flags(values: Mapping[str, Any]) -> None:
+    """Raise UserError, naming them, on every process where flags differ that steer the run. Collective.
+
+    values: each flag, given or not. What says who a process is, where it writes and how long it may take is its own.
+    """
+    names = sorted(values.keys() - {*FLAGS, "workdir", "minutes"})
+    rows = agree(*(zlib.crc32(repr(values[name]).encode()) & 0x7FFFFFFF for name in names))
+    odd = [name for name, *found in zip(names, *rows, strict=True) if len(set(found)) > 1]
+    if odd:
+        raise UserError(f"the {_count} processes differ in --{', --'.join(odd)}")
 
 
 def by_first(make: Callable[[], T]) -> T | None:

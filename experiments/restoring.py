@@ -13,7 +13,7 @@ from transformer_jax import checkpoint
 from transformer_jax.config import Config, Hyper, from_dict, with_terms
 from transformer_jax.data import Tokenizers
 from transformer_jax.data.pairs_task import PAIR_TASKS
-from transformer_jax.errors import CheckpointError, ConfigError
+from transformer_jax.errors import CheckpointError, ConfigError, UserError
 from transformer_jax.saver import UNMEASURED, Keep, Value
 
 TOKENIZER_FIELDS = ("tokenizer", "target_tokenizer", "bpe_size")
@@ -50,15 +50,29 @@ def saved_task(restore: str) -> str:
 
 def saved_tokenizers(restore: str) -> Tokenizers | None:
     """The tokenizers that a run on texts was trained with; None where it has none."""
-    held = read_json(Path(restore) / TOKENIZERS)
-    return None if held is None else Tokenizers.from_dict(held)
+    path = Path(restore) / TOKENIZERS
+    held = read_json(path)
+    if held is None:
+        return None
+    try:
+        made = Tokenizers.from_dict(held)
+        _ = made.vocab_size, made.source_vocab_size  # what the package reads, it reads when it is first used
+    except UserError:
+        raise
+    except Exception as error:  # our classes and the package's raise what they will on a damaged description
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise WorkdirError(f"{path} describes no tokenizers: {why}") from error
+    return made
 
 
 def inherited(restore: str, task: str) -> tuple[dict[str, Any], Tokenizers | None]:
     """What a run of `task` that goes on from a workdir of `train` reads with: fields of Config, and the tokenizers.
 
-    Nothing where that has none, or was trained on a task of another kind: both on pairs, or both on text.
+    Nothing where that has none, or was trained on a task of another kind: both on pairs, or both on text. Its folder
+    of checkpoints will do.
     """
+    if Path(restore).name == "checkpoints":
+        restore = str(Path(restore).parent)
     held, tokenizers = read_json(Path(restore) / "config.json"), saved_tokenizers(restore)
     if held is None or tokenizers is None:
         return {}, None

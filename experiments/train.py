@@ -73,6 +73,7 @@ PAIRS_BASE = Config(
     warmup_steps=1000,
     scan_unroll=0,
 )
+PLACES = ("embedding/position_PD",)
 PAIRS_HYPER = Hyper(learning_rate=1e-3, dropout_rate=0.3, label_smoothing=0.1, b2=0.98, clip_norm=1.0, ema_decay=0.999)
 
 
@@ -113,19 +114,24 @@ def reads_as(settings: Settings, begun: str) -> str:
     begun: its own workdir, once it has checkpoints (the source may be gone by then), else "". "" where there is
     no source, or flags name a tokenizer, or the part that stands for ids is not taken.
     """
-    named = any(name in settings.overrides for name in (*restoring.TOKENIZER_FIELDS, "vocab_size"))
-    if not settings.restore or named or not _takes_ids(settings) or trained.is_sweep(settings.restore):
+    asked = any(settings.overrides.get(name) for name in (*restoring.TOKENIZER_FIELDS, "vocab_size"))
+    if not settings.restore or asked or not _takes_ids(settings):
         return ""
-    return begun or settings.restore
+    return begun or ("" if trained.is_sweep(settings.restore) else settings.restore)
 
 
 def _takes_ids(settings: Settings) -> bool:
-    """Whether the parameters that stand for ids are among --parts."""
-    return any(part in ("", "embedding") for part in _parts(settings))
+    """Whether parameters that stand for ids are among --parts; those that stand for places are not."""
+    return any(part == "" or (part.split("/")[0] == "embedding" and part not in PLACES) for part in _parts(settings))
 
 
 def _parts(settings: Settings) -> list[str]:
     return [part.strip() for part in settings.parts.split(",")]
+
+
+def folder_of(settings: Settings) -> str:
+    """The run's workdir."""
+    return settings.workdir or "runs/train"
 
 
 def came_from(settings: Settings) -> dict[str, Any]:
@@ -149,11 +155,18 @@ def warmth(
         return None
     if trained.is_sweep(settings.restore):
         raise ConfigError(f"--restore={settings.restore} is a sweep: a run starts from a workdir of train")
+    if settings.overwrite and Path(settings.restore).resolve().is_relative_to(Path(folder_of(settings)).resolve()):
+        raise ConfigError(f"--overwrite would move --restore={settings.restore} aside: give another --workdir")
     folder = restoring.folder_of_train(settings.restore)
     step, passed = restoring.sound_step(folder, settings.restore_step or restoring.usual_step(folder))
+    processes.same("the step that --restore takes", step)
     meta = checkpoint.read_meta(folder, step)
     ids = "" if task.text is None else task.text.tokenizers.sha256
     if meta.get("tokenizers", "") != ids and _takes_ids(settings):
+        if reads_as(settings, "") and restoring.inherited(settings.restore, task.name)[1] is not None:
+            raise CheckpointError(
+                f"--restore={settings.restore} was trained with other tokenizers than its {TOKENIZERS}"
+            )
         raise CheckpointError(
             f"--restore={settings.restore} was trained with other tokenizers: its embedding stands for other ids; "
             "name no tokenizer, to go on with its own, or take the rest by --parts=encoder,decoder"
@@ -180,9 +193,10 @@ def run(settings: Settings) -> int:
     from experiments import loop, plans
     from transformer_jax.optim import NEEDS_STEPS
 
-    mesh, folder = sharding.from_text(settings.mesh), settings.workdir or "runs/train"
+    mesh, folder = sharding.from_text(settings.mesh), folder_of(settings)
     saves = Path(folder) / "checkpoints"
     begun = saves.is_dir() and bool(checkpoint.steps(saves)) and not settings.overwrite
+    processes.same("whether the run has begun: do all see the same workdir?", int(begun))
     source = reads_as(settings, folder if begun else "")
     config, hyper, task = configuration(settings, mesh, source)
     plan = plans.plan_of(config, hyper, task, settings, mesh)
@@ -197,7 +211,9 @@ def run(settings: Settings) -> int:
         grows={"steps": (config.steps, fixed)},
     )
     done = workdir.finished()
-    if done and ended(done, config.steps, settings.patience):
+    finished = done is not None and ended(done, config.steps, settings.patience)
+    processes.same("whether the run has finished: do all see the same workdir?", int(finished))
+    if done is not None and finished:
         print(summary(done, str(workdir.path)))
         return 0
     about = {}
@@ -228,8 +244,10 @@ def run(settings: Settings) -> int:
         if not finished:
             return stop.exit_code
     numbers, reached = loop.device_hyper(hyper, mesh), int(state.step)
-    if plan.keeps_best and restoring.was_measured(saves):
-        state = restoring.restore_state(saves, loop.abstract_state(config, hyper, mesh), "best").state
+    best = restoring.best_step(saves) if plan.keeps_best and restoring.was_measured(saves) else -1
+    processes.same("the best step: do all see the same workdir?", best)
+    if best >= 0:
+        state = restoring.restore_state(saves, loop.abstract_state(config, hyper, mesh), str(best)).state
     sums = loop.measure(config, task, "report", mesh)(state.weights, numbers, task.data)
     found = {
         "experiment": "train",

@@ -203,6 +203,6 @@ def commit() -> str:
             ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
             cwd=root, capture_output=True, text=True, timeout=10, check=False,
         )  # fmt: skip
-    except OSError:
+    except (OSError, subprocess.TimeoutExpired):
         return "unknown"
     return out.stdout.strip() or "unknown"

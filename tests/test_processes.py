@@ -145,9 +145,9 @@ def test_a_signal_in_the_midst_of_agreeing_waits_for_the_next_time(tmp_path: Pat
         from experiments import processes
         agree, calls = processes.agree, []
         def agree_when_told(*own):
-            calls.append(own)
-            if processes._index == 1 and len(calls) == 6:
-                assert own[2] == -1, own
+            calls.extend([own] * (len(own) == 5))  # what is agreed after each chunk
+            if processes._index == 1 and len(own) == 5 and len(calls) == 3:
+                assert own[-1] == -1, own
                 os.kill(os.getpid(), signal.SIGTERM)
             return agree(*own)
         processes.agree = agree_when_told
@@ -158,6 +158,46 @@ def test_a_signal_in_the_midst_of_agreeing_waits_for_the_next_time(tmp_path: Pat
     (_, told), (_, quiet) = end(children, 100)
     assert [child.returncode for child in children] == [128 + signal.SIGTERM] * 2, (told, quiet)
     assert "another process was told to stop; saved" in told
+
+
+def start_two_unlike(second: str, *args: str) -> list[subprocess.Popen[str]]:
+    """Two runs of the program; process 1 begins with the code `second`."""
+    return start_two(f"import sys\nif '--process_id=1' in sys.argv:\n    {second}\n" + textwrap.dedent(PROGRAM), *args)
+
+
+def test_a_process_that_judges_otherwise_goes_with_the_first(tmp_path: Path) -> None:
+    """Were process 1 to save when its own floats say so, its collectives would meet other ones: here they never do."""
+    second = (
+        "from experiments import loop; was = loop.describe; "
+        "loop.describe = lambda *given: {name: -x for name, x in was(*given).items()}"
+    )
+    flags = ["--steps=40", "--keep_best", "--patience=3", "--learning_rate=1e-3"]
+    children = start_two_unlike(second, *TINY, f"--workdir={tmp_path / 'w'}", *flags)
+    (said, told), (_, quiet) = end(children, 100)
+    assert [child.returncode for child in children] == [0, 0], (told, quiet)
+    assert "40 steps" in said and checkpoint.steps(tmp_path / "w" / "checkpoints")[-1] == 40
+
+
+@pytest.mark.parametrize(
+    ("second", "flags", "named"),
+    [
+        ("sys.argv.append('--eval_every=7')", [], "differ in --eval_every"),
+        ("sys.argv.append('--dropout_rate=0.1')", [], "differ in --dropout_rate"),
+        (
+            "from experiments import restoring; restoring.sound_step = lambda *_: (1, [])",
+            ["--restore={source}"],
+            "differ in the step that --restore takes",
+        ),
+    ],
+)
+def test_processes_that_would_part_are_refused(
+    second: str, flags: list[str], named: str, straight: Path, tmp_path: Path
+) -> None:
+    flags = [flag.format(source=straight.with_name("ten")) for flag in flags]
+    children = start_two_unlike(second, *TINY, "--steps=5", f"--workdir={tmp_path / 'w'}", *flags)
+    found = end(children, 60)
+    assert [child.returncode for child in children] == [2, 2], found
+    assert all(named in err for _, err in found) and not (tmp_path / "w").exists()
 
 
 def test_a_signal_before_the_first_step_ends_a_process(tmp_path: Path) -> None:
@@ -190,8 +230,8 @@ def test_a_process_that_dies_ends_the_other_with_a_message(way: str, tmp_path: P
         processes.HEARTBEAT_SECONDS = 10
         agree, calls = processes.agree, []
         def agree_then_die(*own):
-            calls.append(own)
-            if processes._index == 1 and len(calls) > 4:
+            calls.extend([own] * (len(own) == 5))  # what is agreed after each chunk
+            if processes._index == 1 and len(calls) > 2:
                 {dies}
             return agree(*own)
         processes.agree = agree_then_die

@@ -349,7 +349,8 @@ def beam_search(
         for first, alike in _grouped(configs, hypers).items()
         for given, room in [laid_out(configs[first], hypers[first], prompts, sources, max_new_tokens)]
     )
-    found, nan_B = _search(groups, asked, beam, n_best)
+    # On a mesh another device may still be in a collective when the first one's numbers are there to be read.
+    found, nan_B = jax.block_until_ready(_search(groups, asked, beam, n_best))
     if np.any(nan_B):
         raise NotFiniteError(f"the model's logits are not finite in row {int(np.argmax(nan_B))}: nothing to rank")
     return replace(found, ids_BWT=found.ids_BWT[:, :, :max_new_tokens])

@@ -19,7 +19,7 @@ Config and on its key, and on nothing else: arms that differ in the model see th
 
 from transformer_jax.config import Config
 from transformer_jax.data.markov import markov_task
-from transformer_jax.data.pairs_task import PAIR_TASKS, evaluation_task, make_pairs_task, pair_sizes
+from transformer_jax.data.pairs_task import PAIR_TASKS, check_architecture, evaluation_task, make_pairs_task, pair_sizes
 from transformer_jax.data.tasks import (
     END,
     PAD,
@@ -82,6 +82,8 @@ def resolve(config: Config, strict: bool = False, tokenizers: Tokenizers | None 
     if config.vocab_size:
         return config
     if tokenizers is not None:
+        if config.task in PAIR_TASKS:
+            check_architecture(config, tokenizers)
         return config.replace(vocab_size=tokenizers.vocab_size, source_vocab_size=tokenizers.source_vocab_size)
     if config.task in PAIR_TASKS:
         return config.replace(**pair_sizes(config, strict))

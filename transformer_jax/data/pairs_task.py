@@ -146,13 +146,13 @@ def _fitted(corpus: _Corpus, source: str, target: str, bpe_size: int) -> tuple[T
 
 def pair_sizes(config: Config, strict: bool = False) -> dict[str, int]:
     """vocab_size and source_vocab_size of the tokenizers; the files are read and the tokenizers fitted."""
-    _check_architecture(config)
+    check_architecture(config)
     made, _ = _fitted(_read(config, strict), config.tokenizer, config.target_tokenizer, config.bpe_size)
-    _check_architecture(config, made)
+    check_architecture(config, made)
     return {"vocab_size": made.vocab_size, "source_vocab_size": made.source_vocab_size}
 
 
-def _check_architecture(config: Config, tokenizers: Tokenizers | None = None) -> None:
+def check_architecture(config: Config, tokenizers: Tokenizers | None = None) -> None:
     if config.architecture not in ("encoder_decoder", "decoder"):
         raise DataError(
             f"task {config.task} writes its answers: it needs architecture=encoder_decoder or decoder, "
@@ -170,7 +170,7 @@ def check_sizes(config: Config, tokenizers: Tokenizers) -> None:
 
     A wider one could write ids that no text has; another one means another tokenizer.
     """
-    _check_architecture(config, tokenizers)
+    check_architecture(config, tokenizers)
     have = config.V, config.source_vocab_size
     want = tokenizers.vocab_size, tokenizers.source_vocab_size
     if have != want:
