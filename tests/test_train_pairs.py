@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 import launch
+from experiments import matrix, restoring, train
+from experiments.flags import Settings
 from tests.pairs_run import phones, words, write_pairs
 from transformer_jax import checkpoint
 
@@ -195,6 +197,70 @@ def test_a_text_in_tokens_is_gone_on_with_in_those_tokens(trained: Path, tmp_pat
     fields = [json.loads((tmp_path / name / "config.json").read_text())["identity"]["config"] for name in "ab"]
     for name in ("tokenizer", "bpe_size", "vocab_size"):
         assert fields[0][name] == fields[1][name], name
+    # Its tokens are not those that its own text would have, though there are as many of them.
+    (row,) = matrix.rows_of(f"{tmp_path}/b")
+    ((measured,),) = matrix.losses([row], [matrix.Setting(matrix.AS_TRAINED, {})])
+    report = json.loads((tmp_path / "b" / "results.json").read_text())["report"]["loss"]
+    assert measured[0] == pytest.approx(report, abs=1e-5)
     capfd.readouterr()
     assert launch.main([*tiny, f"--text={second}", f"--restore={trained}", f"--workdir={tmp_path}/c"]) == 2
     assert "other tokenizers" in capfd.readouterr().err
+
+
+def test_what_counts_as_naming_a_tokenizer(trained: Path) -> None:
+    def source(begun: str = "", restore: str = str(trained), parts: str = "", **overrides: Any) -> str:
+        return train.reads_as(Settings("train", overrides, frozenset(), restore=restore, parts=parts), begun)
+
+    assert source() == source(vocab_size=0) == source(parts="embedding/embed_VD") == str(trained)
+    assert source(tokenizer="chars") == source(vocab_size=30) == source(bpe_size=300) == source(restore="") == ""
+    assert source(parts="encoder,decoder") == source(parts="embedding/position_PD") == ""
+    assert source(begun="own", restore="gone") == "own"
+    named, made = restoring.inherited(str(trained / "checkpoints"), "cmudict")
+    assert made == restoring.saved_tokenizers(str(trained)) and set(named) == {*restoring.TOKENIZER_FIELDS}
+    assert restoring.inherited(str(trained), "text") == ({}, None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--tokenizer=chars", "--target_tokenizer=symbols", "--parts=embedding/embed_VD"], "other tokenizers"),
+        (["--architecture=decoder"], "reads both sides with one vocabulary, not chars and symbols"),
+    ],
+)
+def test_ids_of_another_kind_are_refused(
+    flags: list[str], said: str, trained: Path, other: str, tmp_path: Path, capfd: Any
+) -> None:
+    command = ["launch.py", *TINY, other, "--steps=1", f"--restore={trained}", f"--workdir={tmp_path / 'w'}", *flags]
+    assert launch.main(command) == 2
+    assert said in capfd.readouterr().err and not (tmp_path / "w").exists()
+
+
+def test_a_source_is_not_moved_aside(trained: Path, other: str, tmp_path: Path, capfd: Any) -> None:
+    shutil.copytree(trained, tmp_path / "w")
+    command = ["launch.py", *TINY, other, "--steps=1", f"--restore={tmp_path}/w", f"--workdir={tmp_path}/w"]
+    assert launch.main([*command, "--overwrite"]) == 2
+    assert "would move" in capfd.readouterr().err
+    assert (tmp_path / "w" / "results.json").exists() and not (tmp_path / "w.old-1").exists()
+
+
+@pytest.mark.parametrize(
+    "held",
+    ["{}", "[]", '{"target": null}', '{"target": {"kind": "chars"}}', '{"target": {"kind": "bpe", "json": "x"}}'],
+)
+def test_damaged_tokenizers_are_one_line_that_names_them(held: str, trained: Path, tmp_path: Path, capfd: Any) -> None:
+    shutil.copytree(trained, tmp_path / "w")
+    (tmp_path / "w" / "tokenizers.json").write_text(held, encoding="utf-8")
+    assert launch.main(["launch.py", "--experiment=translate", f"--restore={tmp_path}/w"]) == 2
+    said = capfd.readouterr().err
+    assert "tokenizers.json describes no tokenizers" in said and said.count("\n") == 1
+
+
+def test_tokenizers_that_the_checkpoint_does_not_know(
+    trained: Path, files: list[str], tmp_path: Path, capfd: Any
+) -> None:
+    shutil.copytree(trained, tmp_path / "w")
+    held = json.loads((tmp_path / "w" / "tokenizers.json").read_text())
+    held["source"]["symbols"][:2] = held["source"]["symbols"][1::-1]
+    (tmp_path / "w" / "tokenizers.json").write_text(json.dumps(held), encoding="utf-8")
+    assert launch.main(["launch.py", *TINY, *files, f"--restore={tmp_path}/w", f"--workdir={tmp_path}/v"]) == 2
+    assert "other tokenizers than its tokenizers.json" in capfd.readouterr().err
