@@ -23,7 +23,11 @@ from transformer_jax.errors import UserError
 
 TOKENIZERS = "tokenizers.json"  # of a run on texts, beside config.json
 DEFAULTS = {"config": to_dict(Config()), "hyper": to_dict(Hyper())}
+LOCK = ".lock"  # held by the process that writes there
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+
+_claimed: dict[Path, int] = {}
 
 
 class WorkdirError(UserError):
@@ -135,6 +139,8 @@ def _open(
         raise WorkdirError(f"--workdir={path} is a file")
     held = read_json(folder / "config.json")
     if folder.exists() and overwrite and any(folder.iterdir()):
+        if held is not None:
+            claim(folder)
         move_aside(folder)
         held = None
     if held is None and folder.exists() and any(folder.iterdir()):
@@ -151,6 +157,7 @@ def _open(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise WorkdirError(f"cannot make --workdir={path}: {error.strerror}") from error
+    claim(folder)
     record = {
         "identity": wanted,
         "free": dict(free),
@@ -173,6 +180,36 @@ def _shrunk(held: Mapping[str, Any], grows: Mapping[str, tuple[int, str]]) -> li
         elif value > before and fixed:
             lines.append(f"{name} is {before} there, {value} here: {fixed}")
     return lines
+
+
+def claim(folder: Path) -> None:
+    """Keep every other process out of a workdir until this one ends, however it ends.
+
+    Two would undo each other's files: a job that was queued anew while the old one still runs, a command typed twice.
+    Raises WorkdirError where another process is in it. Where the file system has no locks nobody is kept out.
+    """
+    path, mine = folder / LOCK, _claimed.get(folder.resolve())
+    try:
+        if mine is not None and os.path.samestat(os.fstat(mine), path.stat()):
+            return
+    except FileNotFoundError:  # moved aside, or removed: what stands there now is another folder
+        pass
+    lock = -1
+    try:
+        import fcntl
+
+        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise WorkdirError(
+            f"--workdir={folder} is in use by another process: wait for it, or choose another"
+        ) from error
+    except (ImportError, OSError):
+        if lock >= 0:
+            os.close(lock)
+        return
+    _claimed[folder.resolve()] = lock  # open as long as this process runs
 
 
 def move_aside(folder: Path) -> Path:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 import launch
 from experiments import loop, progress, restoring
 from experiments.interrupt import Stopper
+from experiments.workdir import WorkdirError, open_workdir
 from transformer_jax import checkpoint
 from transformer_jax.config import Config, Hyper
 from transformer_jax.data import make_task, resolve
@@ -193,3 +195,27 @@ def test_the_bar_shows_the_last_and_the_best_evaluation(
         best = max(finite) if metric.startswith("-") else min(finite)
         last = "" if values[i] is None else f"{'dev loss' if metric == 'loss' else name} {values[i]:.4g}  "
         assert shown[step] == {f"{last}best {best:.4g}"}, step
+
+
+def test_two_processes_do_not_write_to_one_workdir(tmp_path: Path) -> None:
+    """Not even to move it aside; and a process that is killed keeps nobody out."""
+    folder = tmp_path / "w"
+    code = (
+        "import sys, time; from experiments.workdir import open_workdir; "
+        f"open_workdir({str(folder)!r}, {{'seed': 1}}, {{}}); print('there', flush=True); time.sleep(100)"
+    )
+    other = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout is not None and other.stdout.readline() == "there\n"
+        for overwrite in (False, True):
+            with pytest.raises(WorkdirError, match=r"w is in use by another process"):
+                open_workdir(str(folder), {"seed": 1}, {}, overwrite=overwrite)
+        assert not (tmp_path / "w.old-1").exists()
+    finally:
+        other.kill()
+        other.communicate()
+    assert open_workdir(str(folder), {"seed": 1}, {}).resumed
+    assert open_workdir(str(folder), {"seed": 1}, {}).resumed  # this one has it already
+    assert not open_workdir(str(folder), {"seed": 2}, {}, overwrite=True).resumed
+    shutil.rmtree(folder)
+    assert not open_workdir(str(folder), {"seed": 3}, {}).resumed
