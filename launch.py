@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
 
     debug = "--debug" in argv
     try:
-        from experiments import flags
+        from experiments import flags, workdir
 
         uses = {name: importlib.import_module(f"experiments.{name}").FLAGS for name in _needed(argv)}
         settings, switches = flags.parse(argv, uses)
@@ -77,7 +77,10 @@ def main(argv: Sequence[str]) -> int:
             if set(processes.FLAGS) <= set(uses[settings.experiment]):
                 processes.join(settings.coordinator, settings.num_processes, settings.process_id)
                 processes.same_flags(settings.values())
-            return importlib.import_module(f"experiments.{settings.experiment}").run(settings)
+            try:
+                return importlib.import_module(f"experiments.{settings.experiment}").run(settings)
+            finally:
+                workdir.release()
         return 0
     except BrokenPipeError:  # nobody reads on: not a mistake
         raise

@@ -183,7 +183,7 @@ def _shrunk(held: Mapping[str, Any], grows: Mapping[str, tuple[int, str]]) -> li
 
 
 def claim(folder: Path) -> None:
-    """Keep every other process out of a workdir until this one ends, however it ends.
+    """Keep every other process out of a workdir until `release`, or until this one ends, however it ends.
 
     Two would undo each other's files: a job that was queued anew while the old one still runs, a command typed twice.
     Raises WorkdirError where another process is in it. Where the file system has no locks nobody is kept out.
@@ -209,7 +209,13 @@ def claim(folder: Path) -> None:
         if lock >= 0:
             os.close(lock)
         return
-    _claimed[folder.resolve()] = lock  # open as long as this process runs
+    _claimed[folder.resolve()] = lock
+
+
+def release() -> None:
+    """Let others into what `claim` holds: a program that runs several commands goes on after each."""
+    while _claimed:
+        os.close(_claimed.popitem()[1])
 
 
 def move_aside(folder: Path) -> Path:

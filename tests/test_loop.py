@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import launch
-from experiments import loop, progress, restoring
+from experiments import loop, progress, restoring, workdir
 from experiments.interrupt import Stopper
 from experiments.workdir import WorkdirError, open_workdir
 from transformer_jax import checkpoint
@@ -197,8 +197,9 @@ def test_the_bar_shows_the_last_and_the_best_evaluation(
         assert shown[step] == {f"{last}best {best:.4g}"}, step
 
 
-def test_two_processes_do_not_write_to_one_workdir(tmp_path: Path) -> None:
-    """Not even to move it aside; and a process that is killed keeps nobody out."""
+def test_two_processes_do_not_write_to_one_workdir(straight: Path, tmp_path: Path) -> None:
+    """Not even to move it aside; and a process that is killed keeps nobody out, nor a command that has ended."""
+    assert (straight / workdir.LOCK).exists() and not workdir._claimed
     folder = tmp_path / "w"
     code = (
         "import sys, time; from experiments.workdir import open_workdir; "
