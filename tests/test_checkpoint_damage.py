@@ -331,3 +331,11 @@ def test_j4_two_processes(tmp_path: Path) -> None:
     assert "step 3" in results[1][0] and "failed on process 0" in results[1][0]
     like = {"w": np.zeros((8, 5), np.float32), "k": jax.random.key(0)}
     np.testing.assert_array_equal(restore_latest(tmp_path, like).state["w"], np.arange(40.0).reshape(8, 5))
+
+
+def test_the_cause_is_what_stands_before_tensorstore_s_own_pages() -> None:
+    path, spec = "/there/" * 30, '{\\"driver\\":\\"zarr\\"}' * 30
+    for pages in ("", " [os_error_code='28']", f" [tensorstore_spec='{spec}'] [os_error_code='28']"):
+        said = checkpoint.cause(ValueError(f'OUT_OF_RANGE: Failed writing: "{path}": No space left on device{pages}'))
+        assert said.startswith("ValueError: OUT_OF_RANGE") and said.endswith("No space left on device")
+        assert len(said) < 260

@@ -118,8 +118,8 @@ def test_two_processes_equal_one_and_each_opens_what_the_other_saved(straight: P
     (said, told), (silent, quiet) = end(children, 120)
     assert [child.returncode for child in children] == [0, 0], (told, quiet)
     assert "resumed at step 10" in told and "resumed" not in quiet
-    # Gloo, which carries the collectives of CPUs, writes lines of its own.
-    assert "15 steps" in said and all("peer ranks" in line for line in silent.splitlines())
+    # Gloo, which carries the collectives of CPUs, writes lines of its own, from threads and into one another.
+    assert "15 steps" in said and not any(words in silent for words in ("steps", "input", "loss", "config.json"))
     assert checkpoint.steps(shared / "checkpoints") == [14, 15]
     assert launch.main(["launch.py", *TINY, "--steps=25", f"--workdir={shared}"]) == 0
     assert_near(rows(shared), rows(straight))

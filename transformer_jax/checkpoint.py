@@ -110,8 +110,12 @@ def _place(value: Any, like: Any, impl: str | None) -> Any:
 
 
 def cause(error: BaseException) -> str:
-    """Type and first line of an error, its middle left out: Orbax's run to pages and end with the reason."""
+    """Type and first line of an error, its middle left out: Orbax's run to pages and end with the reason.
+
+    TensorStore's go on after it with pages of their own, such as [tensorstore_spec='…'] and [os_error_code='28'].
+    """
     line = (str(error).strip().splitlines() or [""])[0]
+    line = re.split(r" \[\w+='", line, maxsplit=1)[0]
     return f"{type(error).__name__}: {line if len(line) < 240 else line[:80] + ' ... ' + line[-140:]}"
 
 
