@@ -25,9 +25,7 @@ TOKENIZERS = "tokenizers.json"  # of a run on texts, beside config.json
 DEFAULTS = {"config": to_dict(Config()), "hyper": to_dict(Hyper())}
 LOCK = ".lock"  # held by the process that writes there
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-
-
-_claimed: dict[Path, int] = {}
+_claimed: dict[Path, int] = {}  # folder -> the open file of its lock
 
 
 class WorkdirError(UserError):
