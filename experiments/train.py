@@ -211,9 +211,9 @@ def run(settings: Settings) -> int:
         grows={"steps": (config.steps, fixed)},
     )
     done = workdir.finished()
-    finished = done is not None and ended(done, config.steps, settings.patience)
-    processes.same("whether the run has finished: do all see the same workdir?", int(finished))
-    if done is not None and finished:
+    over = done is not None and ended(done, config.steps, settings.patience)
+    processes.same("whether the run has finished: do all see the same workdir?", int(over))
+    if done is not None and over:
         print(summary(done, str(workdir.path)))
         return 0
     about = {}

@@ -200,6 +200,35 @@ def test_processes_that_would_part_are_refused(
     assert all(named in err for _, err in found) and not (tmp_path / "w").exists()
 
 
+@pytest.mark.parametrize(
+    ("what", "begun", "flags"),
+    [
+        ("whether the run has begun", False, ["--steps=5"]),
+        ("whether the run has finished", True, ["--steps=25"]),
+        ("the step that they start from", True, ["--steps=30"]),
+        ("the best step", False, ["--steps=5", "--keep_best"]),
+    ],
+)
+def test_what_each_process_finds_in_the_workdir_is_compared(
+    what: str, begun: bool, flags: list[str], straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the other process saw another folder: it would go on by itself."""
+    same = processes.same
+
+    def compare(said: str, value: int) -> None:
+        if said.startswith(what):
+            monkeypatch.setattr(processes, "_count", 2)
+            monkeypatch.setattr(processes, "agree", lambda *own: [own, (own[0] + 1,)])
+        same(said, value)
+
+    monkeypatch.setattr(processes, "same", compare)
+    folder = tmp_path / "w"
+    if begun:
+        shutil.copytree(straight, folder)
+    with pytest.raises(UserError, match=f"the 2 processes differ in {what}"):
+        launch.main(["launch.py", *TINY, *flags, f"--workdir={folder}", "--debug"])
+
+
 def test_a_signal_before_the_first_step_ends_a_process(tmp_path: Path) -> None:
     """JAX's preemption service, on by default, notes a SIGTERM and goes on: `kill` would do nothing until we listen."""
     code = """
