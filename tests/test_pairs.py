@@ -90,6 +90,30 @@ def test_json_lines(tmp_path):
     ]
 
 
+def test_translations_go_one_way(tmp_path):
+    """From the first line's first language, whatever the order in other lines; in another file as in training."""
+    lines = ['{"translation": {"de": "A", "en": "a"}}', '{"translation": {"en": "b", "de": "B"}}']
+    train = read_pairs(str(written(tmp_path, "train.jsonl", "\n".join(lines))))
+    assert (train.sources, train.targets, train.languages) == (["A", "B"], ["a", "b"], ("de", "en"))
+    assert train.notes == ["train.jsonl: 2 pairs; de is the source, en the target"]
+    path = str(written(tmp_path, "dev.jsonl", "\n".join(reversed(lines))))
+    assert read_pairs(path).sources == ["b", "a"]
+    assert read_pairs(path, languages=train.languages).sources == ["B", "A"]
+    other = str(written(tmp_path, "other.jsonl", '{"translation": {"fr": "A", "en": "a"}}'))
+    with pytest.raises(DataError, match="holds no pair: 1 line that is no JSON pair"):
+        read_pairs(other, languages=train.languages)
+
+
+def test_json_lines_under_another_name(tmp_path):
+    assert pairs_of(written(tmp_path, "a.txt", '{"source": "a", "target": "b"}\n')) == [("a", "b")]
+    assert pairs_of(written(tmp_path, "b.tsv", '{"a": 1}\tb\n')) == [('{"a": 1}', "b")]
+
+
+def test_brackets_without_an_end_are_no_pair(tmp_path):
+    path = written(tmp_path, "a.jsonl", "[" * 100_000 + '\n{"source": "a", "target": "b"}\n')
+    assert read_pairs(str(path)).notes == ["a.jsonl: 1 pairs; skipped 1 line that is no JSON pair (first: line 1)"]
+
+
 def test_scan_lines(tmp_path):
     path = written(tmp_path, "scan.txt", "IN: jump twice OUT: I_JUMP I_JUMP\nIN: run OUT: I_RUN\nIN: walk OUT: \n")
     read = read_pairs(str(path))
@@ -216,6 +240,8 @@ def test_files_that_are_not_there(tmp_path):
         (str(tmp_path / "no"), "no such file"),
         (f"{tmp_path / 'no'},{tmp_path / 'never'}", "no such file as '.*no'"),
         (str(tmp_path), "is a directory"),
+        (f"{plain},", "a file is wanted on both sides of the comma"),
+        (str(zipped(tmp_path / "nothing.zip", {})), "holds 0 files of data"),
         (str(archive), r"holds 2 files of data: say which, as archive.zip:MEMBER \(a, b, _c\)"),
         (f"{archive}:c", "no such member; it holds a, b, _c"),
         (f"{plain}:c", "is no zip archive"),

@@ -179,6 +179,36 @@ def test_marks_of_a_file_take_our_ids(tmp_path):
     assert "".join(streamed(tokenizer, [5, 4, 6, 5])) == "the cats the"
 
 
+VOCABULARY = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, "a": 4, "b": 5}
+
+
+@pytest.mark.parametrize("kind", ["WordLevel", "WordPiece", "Unigram", "BPE with marks as plain tokens"])
+def test_a_mark_that_a_text_spells_out_is_unknown_where_the_file_takes_it_for_one(kind, tmp_path):
+    """Such files give the mark's own id for it, special tokens or not: END in a text would end it there."""
+    package = pytest.importorskip("tokenizers")
+    models = package.models
+    text = "a </s> b <pad> <s> a"
+    if kind == "Unigram":
+        pieces = [(name, 0.0 if name.startswith("<") else -3.0) for name in VOCABULARY] + [("\u2581", -4.0)]
+        model = package.Tokenizer(models.Unigram(pieces, unk_id=3))
+        model.pre_tokenizer = package.pre_tokenizers.Metaspace()
+    elif kind.startswith("BPE"):
+        model = package.Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+        model.add_tokens(["<pad>", "<s>", "</s>"])
+        text = "a</s>b<pad><s>a"
+    else:
+        model = package.Tokenizer(getattr(models, kind)(VOCABULARY, unk_token="<unk>"))
+        model.pre_tokenizer = package.pre_tokenizers.WhitespaceSplit()
+    if not kind.startswith("BPE"):
+        model.add_special_tokens(["<pad>", "<s>", "</s>", "<unk>"])
+    model.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = File.read(str(tmp_path / "tokenizer.json"))
+    rows = tokenizer.encode_all([text, "a"])
+    assert not {PAD, START, END} & {i for row in rows for i in row}
+    assert rows[0].count(UNKNOWN) == 3 and tokenizer.unknown([text, "a"], rows) == [3, 0]
+    assert "b" in tokenizer.decode(rows[0])
+
+
 def test_a_file_without_marks_gets_them(bpe):
     tokenizer = File(bpe.json)
     assert tokenizer.size == bpe.size and tokenizer.encode(TEXT) == bpe.encode(TEXT)

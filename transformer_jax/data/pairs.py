@@ -1,9 +1,10 @@
 """Pairs of a source and a target text, read from files.
 
 What is read: a TSV file (source, tab, target), two line-aligned files "SOURCE,TARGET", a JSONL
-file (objects with "source" and "target", "src" and "tgt", or "translation" with two texts in
-order), or a file of SCAN's lines (IN: source OUT: target). Each may be gzipped, or a member of a
-zip archive: "archive.zip" if one member holds data, else "archive.zip:member".
+file (objects with "source" and "target", "src" and "tgt", or "translation" with two texts by language:
+from the first language of the training file's first line to the other, in every line and file), or a
+file of SCAN's lines (IN: source OUT: target). Each may be gzipped, or a member of a zip archive:
+"archive.zip" if one member holds data, else "archive.zip:member".
 
 Files are UTF-8, with or without a byte order mark; a line ends with \\n or \\r\\n, or in a file without
 any \\n with \\r, and the last one need not end. The text between is taken as it stands: nothing is normalised
@@ -39,7 +40,7 @@ NO_PAIR = "line that is no JSON pair"
 class Pairs:
     """Texts side by side, none of them blank. notes: what was read and what was skipped, in lines for a person.
 
-    sha256: of the files' contents, unpacked.
+    sha256: of the files' contents, unpacked. languages: (source's, target's) where the file names them, else ().
     """
 
     name: str
@@ -47,6 +48,7 @@ class Pairs:
     targets: list[str]
     notes: list[str]
     sha256: str
+    languages: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.sources)
@@ -57,8 +59,10 @@ class Pairs:
         return dataclasses.replace(self, sources=sources, targets=targets, notes=[])
 
 
-def read_pairs(path: str, *, option: str = "--pairs", strict: bool = False) -> Pairs:
-    """The pairs of a file, or of two files "SOURCE,TARGET".
+def read_pairs(
+    path: str, *, option: str = "--pairs", strict: bool = False, languages: Sequence[str] = ()
+) -> Pairs:
+    """The pairs of a file, or of two files "SOURCE,TARGET"; `languages`: those of the training file, if it names them.
 
     Blank lines are skipped and counted; so are lines with one side only, of more than two columns,
     or that are no JSON pair, unless `strict`: then the first such line is an error. In line-aligned
@@ -68,6 +72,8 @@ def read_pairs(path: str, *, option: str = "--pairs", strict: bool = False) -> P
     """
     given = f"{option}={path!r}"
     files = files_of(path)
+    if not all(files):
+        raise DataError(f"{given}: a file is wanted on both sides of the comma")
     unpacked = [_content(file, option) for file in files]
     contents = [content for content, _ in unpacked]
     texts = [_text(content, f"{option}={file!r}") for file, content in zip(files, contents, strict=True)]
@@ -77,7 +83,8 @@ def read_pairs(path: str, *, option: str = "--pairs", strict: bool = False) -> P
         raise DataError(f"{option}: the files are not line by line: {counts}")
     name = " + ".join(Path(file).name for file in files)
     read = _Reader(given, name, strict)
-    columns = _columns(unpacked[0][1], lines)
+    languages = list(languages)
+    columns = _columns(unpacked[0][1], lines, languages)
     for number, row in enumerate(columns, 1):
         read.line(number, row)
     if not read.sources:
@@ -86,8 +93,10 @@ def read_pairs(path: str, *, option: str = "--pairs", strict: bool = False) -> P
     inside = sum("\r" in source or "\r" in target for source, target in zip(read.sources, read.targets, strict=True))
     if inside:
         summary += f"; a carriage return is text in {inside:,} of them, as it ends no line where \\n does"
+    if languages:
+        summary += f"; {languages[0]} is the source, {languages[1]} the target"
     digest = hashlib.sha256(b"".join(hashlib.sha256(content).digest() for content in contents))
-    return Pairs(name, read.sources, read.targets, [summary], digest.hexdigest())
+    return Pairs(name, read.sources, read.targets, [summary], digest.hexdigest(), tuple(languages))
 
 
 class _Reader:
@@ -131,26 +140,25 @@ def _count(number: int, kind: str) -> str:
     return f"{number:,} {kind if number == 1 else kind.replace('line', 'lines').replace(' is ', ' are ')}"
 
 
-def _columns(name: str, lines: list[list[str]]) -> Iterator["list[str] | str"]:
-    """Each line as its columns, or as the kind of its fault."""
+def _columns(name: str, lines: list[list[str]], languages: list[str]) -> Iterator["list[str] | str"]:
+    """Each line as its columns, or as the kind of its fault; `languages` as _json_pair has them."""
     if len(lines) == 2:
         return (list(row) for row in zip(*lines, strict=True))
-    if name.lower().removesuffix(".gz").endswith(JSON_ENDINGS):
-        languages: list[str] = []
-        return (_json_pair(line, languages) for line in lines[0])
     first = next((line for line in lines[0] if line.strip()), "")
+    if name.lower().removesuffix(".gz").endswith(JSON_ENDINGS) or isinstance(_json_pair(first, []), list):
+        return (_json_pair(line, languages) for line in lines[0])
     if first.startswith("IN: ") and " OUT: " in first and "\t" not in first:
         return (line.removeprefix("IN: ").split(" OUT: ") for line in lines[0])
     return (line.split("\t") for line in lines[0])
 
 
 def _json_pair(line: str, languages: list[str]) -> "list[str] | str":
-    """The two sides of a line; of a "translation" in the order of the file's first, which `languages` remembers."""
+    """The two sides of a line; of a "translation" in the order of `languages`, or of the first, which it remembers."""
     if not line.strip():
         return [""]
     try:
         row: Any = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter: brackets in brackets, a thousand deep
         return NO_PAIR
     row = row if isinstance(row, dict) else {}
     if isinstance(row.get("translation"), dict):
@@ -223,7 +231,7 @@ def _content(file: str, option: str) -> tuple[bytes, str]:
             refuse(" is not a regular file")
         with path.open("rb") as stream:
             content = _limited(stream, refuse)
-        if content.startswith(b"PK\x03\x04"):
+        if content.startswith((b"PK\x03\x04", b"PK\x05\x06")):  # the latter: an archive of nothing
             name, content = _member(content, file, refuse)
         elif outer_file(file) != file:
             refuse(" is no zip archive")

@@ -103,12 +103,13 @@ def _corpus(task: str, given: tuple[str, str, str], stamps: tuple[Any, ...], str
     if task == "cmudict":
         splits, notes = cmudict_pairs(place_of)
         return _Corpus(splits, tuple(notes), many=True)
-    train, dev, test = (
-        read_pairs(path, option=OPTIONS[split], strict=strict) if path else None
-        for split, path in zip(OPTIONS, given, strict=True)
-    )
-    if train is None:
+    if not given[0]:
         raise DataError("task pairs needs --pairs=FILE, or --pairs=SOURCE,TARGET")
+    train = read_pairs(given[0], option=OPTIONS["train"], strict=strict)
+    dev, test = (
+        read_pairs(path, option=OPTIONS[split], strict=strict, languages=train.languages) if path else None
+        for split, path in zip(SPLITS, given[1:], strict=True)
+    )
     notes = [note for part in (train, dev, test) if part for note in part.notes]
     if dev is None:
         train, dev = hold_out(train)

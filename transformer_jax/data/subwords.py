@@ -164,7 +164,10 @@ class File(Tokenizer):
 
     @functools.cached_property
     def _ours(self) -> dict[int, int]:
-        return {theirs: ours for ours, theirs in enumerate(self._theirs) if theirs is not None}
+        """Our id of each of the file's in a text. A text may spell out what the file has as a mark, and several of
+        its kinds of model give the mark's id for it: to us it is a symbol that the vocabulary lacks."""
+        ours = {theirs: i for i, theirs in enumerate(self._theirs) if theirs is not None}
+        return {theirs: UNKNOWN if i in (PAD, START, END) else i for theirs, i in ours.items()}
 
     @property
     def size(self) -> int:
@@ -197,11 +200,11 @@ class File(Tokenizer):
     def unknown(self, texts: Sequence[str], rows: Sequence[Sequence[int]]) -> list[int]:
         shows, lacking = self._lacking
         if shows is None:
-            return [list(row).count(lacking) if lacking is not None else 0 for row in rows]
+            return [sum(i in (UNKNOWN, lacking) for i in row) for row in rows]
         # A letter may be several bytes, all at one place of the text.
         return [
-            len({place for i, place in zip(row.ids, row.offsets, strict=True) if i == lacking})
-            for row in _encoded(shows, texts)
+            list(row).count(UNKNOWN) + len({place for i, place in zip(made.ids, made.offsets) if i == lacking})
+            for row, made in zip(rows, _encoded(shows, texts), strict=True)
         ]
 
     def decode(self, ids: Iterable[int]) -> str:

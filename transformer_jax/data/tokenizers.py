@@ -16,7 +16,7 @@ In every kind 0 is PAD, 1 START, 2 END, and 3 UNKNOWN where there can be one.
                    it lacks is counted, whatever its own mark of it is called, and if it drops it too
 
 A vocabulary is fitted on the training side alone. What it lacks is UNKNOWN, never an error.
-Text that looks like a mark ("</s>") is text.
+Text that looks like a mark ("</s>") is text; to a tokenizer.json that takes it for its mark, UNKNOWN.
 """
 
 import abc
