@@ -14,6 +14,7 @@ from experiments.evaluating import Evaluated, Item
 from experiments.flags import Settings
 from experiments.heads import heads_of, most_tokens
 from experiments.report import duration, plural
+from experiments.translating import cut
 from experiments.workdir import open_workdir
 from transformer_jax.config import Config, to_dict
 from transformer_jax.data import SPLITS, Task, Tokenizers, evaluation_task, make_task
@@ -93,6 +94,8 @@ def run(settings: Settings) -> int:
         notes += [note for note in task.text.notes if note not in notes]
         evaluated[name] = evaluating.evaluate_pairs(translator, _pairs(task, split), settings.strict)
         measured[name] = _numbers(loaded, task, split, evaluated[name])
+        if unended := sum(cut(item.ids) for item in evaluated[name].items):
+            notes.append(f"{name}: {unended:,} of {len(evaluated[name].items):,} outputs were cut off without an end")
     shown, said = _shown(loaded, evaluated, asked)
     notes += said
     results = {

@@ -68,7 +68,12 @@ RUN_FLAGS: dict[str, tuple[str, Any, str, float]] = {
     "n_best": ("int", 1, "outputs of each line, the best first; at most --beam", 1),
     "penalty": ("choice", "power", "what length does to the ranking: power or gnmt (see transformer_jax/beam.py)", 0),
     "length_penalty": ("float", 1.0, "strength of --penalty; 0: sums of log-probabilities as they are", -math.inf),
-    "average": ("int", 0, "use the mean of the parameters of so many newest checkpoints; 0: one checkpoint", 0),
+    "average": (
+        "int",
+        0,
+        "use the mean of the parameters (not of their EMA) of so many newest checkpoints; 0: one checkpoint",
+        0,
+    ),
     "strict": ("bool", False, "a line that the model cannot read is an error, not a counted skip", 0),
     "only": ("str", "", "check these claims alone: ids or letters of chapters, such as B12,D07 or E; empty: all", 0),
     "show": ("str", "", "sources whose attention the report draws, parted by |; empty: some right and wrong ones", 0),

@@ -208,8 +208,9 @@ def restore_weights(folder: Path, like: Any, which: str = "", average: int = 0) 
 def averaged(folder: Path, like: Any, count: int) -> checkpoint.Restored:
     """The mean, in float32, of the parameters of the newest `count` good checkpoints; step and meta are the newest's.
 
-    Vaswani et al. 2017 §6.1. like: a state. Damaged checkpoints are passed over, and named in the notes.
-    Raises CheckpointError where fewer are there.
+    Vaswani et al. 2017 §6.1: of the parameters themselves, also where the run keeps an average (EMA) of its own.
+    like: a state. The notes name the steps (the best may be far from the others: it is kept however old) and damaged
+    checkpoints, which are passed over. Raises CheckpointError where fewer are there.
     """
     found: list[checkpoint.Restored] = []
     total, notes = None, []
@@ -225,9 +226,14 @@ def averaged(folder: Path, like: Any, count: int) -> checkpoint.Restored:
         found.append(dataclasses.replace(restored, state=None))
     if len(found) < count:
         there = "; ".join([f"it holds {len(found)} good ones", *notes])
-        raise CheckpointError(f"--average={count} wants as many checkpoints in {folder}: {there} (train with --keep)")
+        more = f"train with --keep={count} and a --checkpoint_every"
+        raise CheckpointError(f"--average={count} wants as many checkpoints in {folder}: {there} ({more})")
     mean = jax.jit(lambda sums: jax.tree.map(lambda x, p: (x / count).astype(p.dtype), sums, like.params))(total)
-    notes.append("the mean of steps " + ", ".join(str(one.step) for one in reversed(found)))
+    steps = [one.step for one in reversed(found)]
+    best = best_step(folder) if count > 1 and was_measured(folder) else -1
+    notes.append(
+        "the mean of steps " + ", ".join(f"{n} (the best, kept)" if n == best < steps[-1] else f"{n}" for n in steps)
+    )
     return dataclasses.replace(found[0], state=mean, notes=notes)
 
 

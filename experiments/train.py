@@ -30,7 +30,7 @@ from experiments import processes, restoring, trained
 from experiments.flags import Settings
 from experiments.interrupt import Stopper
 from experiments.program import check
-from experiments.workdir import TOKENIZERS, open_workdir
+from experiments.workdir import TOKENIZERS, open_workdir, read_json
 from transformer_jax import checkpoint, sharding
 from transformer_jax.config import Config, Hyper, to_dict, with_terms
 from transformer_jax.data import Task, make_task, resolve
@@ -77,23 +77,30 @@ PLACES = ("embedding/position_PD",)
 PAIRS_HYPER = Hyper(learning_rate=1e-3, dropout_rate=0.3, label_smoothing=0.1, b2=0.98, clip_norm=1.0, ema_decay=0.999)
 
 
-def base_of(settings: Settings) -> tuple[Config, Hyper]:
-    """What the flags start from: the defaults of the task, a short run's warm-up a part of it."""
+def base_of(settings: Settings, begun: str = "") -> tuple[Config, Hyper]:
+    """What the flags start from: the defaults of the task, a short run's warm-up a part of it.
+
+    begun: the workdir of a run that goes on, whose warm-up stays what it was, though its steps may be more now.
+    """
     base, hyper, part = BASE, HYPER, 10
     if settings.overrides.get("task") in PAIR_TASKS:
         base, hyper, part = PAIRS_BASE.replace(task=settings.overrides["task"]), PAIRS_HYPER, 2
     steps = settings.overrides.get("steps", base.steps)
-    return base.replace(steps=steps, warmup_steps=min(base.warmup_steps, steps // part)), hyper
+    held = (read_json(Path(begun) / "config.json") or {}) if begun else {}
+    before = held.get("identity", {}).get("config", {}).get("warmup_steps")
+    warmup = min(base.warmup_steps, steps // part) if before is None else before
+    return base.replace(steps=steps, warmup_steps=warmup), hyper
 
 
 def configuration(
-    settings: Settings, mesh: sharding.Mesh | None = None, source: str = ""
+    settings: Settings, mesh: sharding.Mesh | None = None, source: str = "", begun: str = ""
 ) -> tuple[Config, Hyper, Task]:
     """What the flags ask for, with its vocabulary and terms; the data is read here.
 
     source: a workdir whose tokenizers are taken, as restoring.inherited says; "": they are fitted to the data.
+    begun: as base_of has it.
     """
-    config, hyper = settings.configure(*base_of(settings))
+    config, hyper = settings.configure(*base_of(settings, begun))
     fields, tokenizers = restoring.inherited(source, config.task) if source else ({}, None)
     config = resolve(with_terms(config.replace(**fields), [hyper]), settings.strict, tokenizers)
     task = make_task(config, tokenizers, settings.strict)
@@ -197,8 +204,9 @@ def run(settings: Settings) -> int:
     saves = Path(folder) / "checkpoints"
     begun = saves.is_dir() and bool(checkpoint.steps(saves)) and not settings.overwrite
     processes.same("whether the run has begun: do all see the same workdir?", int(begun))
-    source = reads_as(settings, folder if begun else "")
-    config, hyper, task = configuration(settings, mesh, source)
+    own = folder if begun else ""
+    source = reads_as(settings, own)
+    config, hyper, task = configuration(settings, mesh, source, own)
     plan = plans.plan_of(config, hyper, task, settings, mesh)
     # What has begun goes on from its own checkpoints: the source may be gone.
     warm = None if begun else warmth(settings, loop.abstract_state(config, hyper), task)

@@ -13,7 +13,8 @@ score and the text are empty, as where the search found fewer. The score is the 
 --penalty and --length_penalty (transformer_jax/beam.py). Line breaks and tabs that a model of bytes
 writes become spaces.
 Several workdirs are an ensemble, whose probabilities are averaged; they may be of different sizes and kinds,
-if their tokenizers are equal. --average=N takes the mean of the parameters of the newest N checkpoints.
+if their tokenizers are equal. --average=N takes the mean of the parameters of the newest N checkpoints,
+a kept best one among them, and says which they are; train with --keep and --checkpoint_every to have them.
 --batch_size: lines that are translated at once.
 """
 
@@ -23,8 +24,8 @@ from collections.abc import Iterator, Sequence
 from experiments import ensembles
 from experiments.flags import Settings
 from experiments.lines import one_line, windows
-from experiments.translating import Output, longest_source, translate
-from transformer_jax.errors import ConfigError
+from experiments.translating import Output, cut, longest_source, translate
+from transformer_jax.errors import ConfigError, UserError
 
 FLAGS = ensembles.FLAGS
 
@@ -36,9 +37,11 @@ def run(settings: Settings) -> int:
     loaded = ensembles.load(settings)
     for note in loaded.notes:
         print(note, file=sys.stderr)
+    if sys.stdin is None:
+        raise UserError("stdin is closed: a line in, a line out")
     if sys.stdin.isatty():
         print("a line in, a line out; Ctrl-D ends it", file=sys.stderr)
-    count = blank = unknown = 0
+    count = blank = unknown = unended = 0
     too_long: list[int] = []
     # Bytes: what is read and written is UTF-8 whatever the terminal's encoding.
     for lines in windows(sys.stdin.buffer):
@@ -48,8 +51,10 @@ def run(settings: Settings) -> int:
                 sys.stdout.buffer.write(f"{line}\n".encode())
         sys.stdout.buffer.flush()
         too_long += [count + i + 1 for i in made.too_long]
+        unended += sum(bool(found) and cut(found[0].ids) for found in made.outputs)
         count, blank, unknown = count + len(lines), blank + made.blank, unknown + made.unknown
-    print(_summary(count, blank, too_long, unknown, longest_source(loaded.translator)[1]), file=sys.stderr)
+    limit = longest_source(loaded.translator)[1]
+    print(_summary(count, blank, too_long, unknown, unended, limit), file=sys.stderr)
     return 0
 
 
@@ -63,7 +68,7 @@ def _lines(found: Sequence[Output], n_best: int) -> Iterator[str]:
         yield f"{rank + 1}\t{found[rank].score:.6f}\t{one_line(found[rank].text)}" if there else f"{rank + 1}\t\t"
 
 
-def _summary(count: int, blank: int, too_long: Sequence[int], unknown: int, limit: str) -> str:
+def _summary(count: int, blank: int, too_long: Sequence[int], unknown: int, unended: int, limit: str) -> str:
     parts = [f"{count:,} line{'' if count == 1 else 's'}"]
     if blank:
         parts.append(f"{blank:,} blank")
@@ -71,4 +76,6 @@ def _summary(count: int, blank: int, too_long: Sequence[int], unknown: int, limi
         parts.append(f"{len(too_long):,} longer than {limit}, left blank (the first: line {too_long[0]})")
     if unknown:
         parts.append(f"{unknown:,} symbols outside the vocabulary")
+    if unended:
+        parts.append(f"{unended:,} output{'' if unended == 1 else 's'} cut off without an end")
     return ", ".join(parts)

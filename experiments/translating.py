@@ -51,11 +51,16 @@ class Translator:
 
 
 class Output(NamedTuple):
-    """A text and its ids up to END, and the score that it was ranked by."""
+    """A text and its ids with END, if it was reached, and the score that it was ranked by."""
 
     text: str
     score: float
     ids: tuple[int, ...]
+
+
+def cut(ids: Sequence[int]) -> bool:
+    """Whether an output of these ids ran into the longest that may be written, without END."""
+    return bool(ids) and ids[-1] != END
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,6 +23,7 @@ from transformer_jax.errors import UserError
 
 TOKENIZERS = "tokenizers.json"  # of a run on texts, beside config.json
 DEFAULTS = {"config": to_dict(Config()), "hyper": to_dict(Hyper())}
+PLACES = ("pairs", "dev", "test", "text")  # where the data are: what they are, their digest says
 LOCK = ".lock"  # held by the process that writes there
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 _claimed: dict[Path, int] = {}  # folder -> the open file of its lock
@@ -147,7 +148,7 @@ def _open(
         )
     wanted = json.loads(json.dumps(identity))
     if held is not None:
-        lines = differences(_filled(held.get("identity", {}), wanted), wanted) + _shrunk(held.get("free", {}), grows)
+        lines = _unlike(_filled(held.get("identity", {}), wanted), wanted) + _shrunk(held.get("free", {}), grows)
         if lines:
             shown = "; ".join(lines[:4]) + (f"; and {len(lines) - 4} more" if len(lines) > 4 else "")
             raise WorkdirError(f"--workdir={path} holds another configuration: {shown} (--overwrite moves it aside)")
@@ -166,6 +167,16 @@ def _open(
     }
     write_json(folder / "config.json", record)
     return Workdir(folder, held is not None, held or {})
+
+
+def _unlike(held: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    """`differences`, but for the paths of files whose digest is one: they may have moved, or the folder has."""
+    if wanted.get("data") and held.get("data") == wanted["data"]:
+        held, wanted = (
+            one | {"config": {name: value for name, value in one.get("config", {}).items() if name not in PLACES}}
+            for one in (held, wanted)
+        )
+    return differences(held, wanted)
 
 
 def _shrunk(held: Mapping[str, Any], grows: Mapping[str, tuple[int, str]]) -> list[str]:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import sys
+import tracemalloc
 from collections import Counter
 
 import jax
@@ -15,7 +16,7 @@ from transformer_jax.batch import Batch
 from transformer_jax.config import Config
 from transformer_jax.data.batches import PairBatches, bucket_edges
 from transformer_jax.data.rows import Ragged, Rows
-from transformer_jax.data.tasks import END, START
+from transformer_jax.data.tasks import END, PAD, START
 from transformer_jax.errors import DataError
 
 V = 1000
@@ -209,3 +210,16 @@ def test_without_grain(monkeypatch):
     with pytest.raises(DataError, match=r'pip install "transformer-jax\[data\]"'):
         batches.iterator()
     assert len(pairs_in(batches[0])) > 0
+
+
+def test_one_long_pair_costs_its_cells_and_no_more():
+    """A row past all others makes the padded array wide: ids of one byte stay so while it is made."""
+    rows, width = Ragged.of([[3, 4, 5]] * 20_000 + [[3] * 1000], 9), 1000
+    tracemalloc.start()
+    made = rows.padded(np.arange(len(rows)), width)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert made.dtype == np.uint8 and made[:2, :4].tolist() == [[3, 4, 5, PAD]] * 2 and (made[-1] == 3).all()
+    assert peak < 3.5 * made.size, f"{peak / made.size:.1f} bytes a cell"
+    assert rows.padded(np.array([20_000, 0]), width)[1, :4].tolist() == [3, 4, 5, PAD]
+    assert rows.padded(np.array([], int), 4).shape == (0, 4)

@@ -123,6 +123,15 @@ def test_more_steps_go_on_where_the_schedule_allows(tmp_path: Path, capsys: pyte
     assert "steps is 20 there, 9 here" in capsys.readouterr().err
 
 
+def test_a_warm_up_by_default_stays_what_it_was(tmp_path: Path) -> None:
+    """It is a part of a short run's steps: a run with more of them goes on under the one that it began with."""
+    short = [*(x for x in TINY if "steps" not in x), "--schedule=constant", f"--workdir={tmp_path / 'w'}"]
+    for steps in (20, 40):
+        assert launch.main(["launch.py", *short, f"--steps={steps}"]) == 0
+    assert json.loads((tmp_path / "w" / "config.json").read_text())["identity"]["config"]["warmup_steps"] == 2
+    assert launch.main(["launch.py", *short, "--steps=40", "--warmup_steps=4"]) == 2
+
+
 def test_the_budget_stops_cleanly(tmp_path: Path, capfd: object) -> None:
     command = ["launch.py", *TINY, f"--workdir={tmp_path / 'w'}"]
     assert launch.main([*command, "--minutes=0.0001"]) == 0

@@ -10,14 +10,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 import launch
-from experiments import matrix, restoring, train
+from experiments import loop, matrix, plans, restoring, train
 from experiments.flags import Settings
 from tests.pairs_run import phones, words, write_pairs
 from transformer_jax import checkpoint
+from transformer_jax.data import make_task
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = [
@@ -93,6 +95,57 @@ def test_a_run_is_judged_by_what_it_writes_and_its_best_is_used(trained: Path, c
     scores = json.loads((trained / "e" / "results.json").read_text())["splits"]["dev"]
     assert scores["metrics"]["word_error_rate"]["value"] == pytest.approx(found["report"]["word_error_rate"])
     assert scores["loss"] == pytest.approx(found["report"]["loss"], abs=1e-5)
+
+
+def test_what_is_judged_is_the_average(files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loss and metrics of dev are of the EMA, the weights that the run is used with."""
+    judged: list[Any] = []
+
+    def score(params: Any) -> dict[str, float | None]:
+        judged.append(jax.tree.map(np.array, params))
+        return {"word_error_rate": 90.0 - len(judged)}
+
+    monkeypatch.setattr(plans, "score_of", lambda *_: score)
+    folder = tmp_path / "w"
+    run = [*TINY, *files, "--steps=6", "--eval_every=6", "--warmup_steps=1", "--learning_rate=0.1"]
+    assert launch.main(["launch.py", *run, f"--workdir={folder}"]) == 0
+    config, hyper = restoring.saved_configuration(str(folder))
+    state = checkpoint.restore(folder / "checkpoints", 6, loop.abstract_state(config, hyper)).state
+    jax.tree.map(np.testing.assert_array_equal, judged[0], state.ema)
+    task = make_task(config, restoring.saved_tokenizers(str(folder)))
+    measure, numbers = loop.measure(config, task, "selection"), loop.device_hyper(hyper)
+    (row,) = (row for row in rows(folder) if "split" in row)
+    mean, last = (loop.describe(measure(x, numbers, task.data), task)["loss"] for x in (state.ema, state.params))
+    assert row["loss"] == pytest.approx(mean, abs=1e-6) and abs(mean - last) > 1e-3
+
+
+def test_patience_goes_on_after_an_interruption(
+    files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is the best so far is the run's, not the process's: a worse value after a resume is no improvement."""
+    values = iter([10.0, 20.0, 15.0, 12.0])
+    monkeypatch.setattr(plans, "score_of", lambda *_: lambda params: {"word_error_rate": next(values, 50.0)})
+    run = ["launch.py", *TINY, *files, "--eval_every=1", "--patience=3", f"--workdir={tmp_path / 'w'}"]
+    for steps in (2, 3, 4):
+        assert launch.main([*run, f"--steps={steps}"]) == 0
+        meta = checkpoint.read_meta(tmp_path / "w" / "checkpoints", steps)
+        assert meta["best"][0] == 10 and meta["stale"] == steps - 1
+    found = json.loads((tmp_path / "w" / "results.json").read_text())
+    assert found["measured_at"] == 1
+
+
+def test_files_may_move(files: list[str], trained: Path, tmp_path: Path, capsys: Any) -> None:
+    """A run is of what its files hold: it goes on under other paths to the same, and not with other contents."""
+    moved = [f"{flag.split('=')[0]}={shutil.copy(flag.split('=')[1], tmp_path)}" for flag in files]
+    folder = shutil.copytree(trained, tmp_path / "w")
+    run = ["launch.py", *TINY, "--eval_every=3", f"--workdir={folder}"]
+    assert launch.main([*run, *moved, "--steps=14"]) == 0
+    assert json.loads((folder / "results.json").read_text())["reached"] == 14
+    with open(moved[1].split("=")[1], "a") as file:
+        file.write("xx\tx x\n")
+    capsys.readouterr()
+    assert launch.main([*run, *moved, "--steps=16"]) == 2
+    assert "data is " in capsys.readouterr().err
 
 
 def test_training_ends_when_nothing_gets_better(files: list[str], tmp_path: Path, capfd: Any) -> None:

@@ -65,6 +65,12 @@ def says(capsys: Any, monkeypatch: Any, given: bytes, *args: str) -> tuple[int, 
     return code, out.out, out.err
 
 
+def test_a_closed_stdin_is_one_line(runs: Runs, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert launch.main(["launch.py", "--experiment=translate", f"--restore={runs.a}"]) == 2
+    assert "stdin is closed" in capsys.readouterr().err
+
+
 # --- lines ------------------------------------------------------------------------
 
 
@@ -204,6 +210,12 @@ def test_what_is_too_long_or_unknown_is_counted(runs: Runs, capsys: Any, monkeyp
     assert code == 2 and err.endswith("source 2, 'abcabcabcabc': 13 tokens are longer than seq_len=12\n")
     code, _, err = says(capsys, monkeypatch, b"ab\nabx\n", f"--restore={runs.a}", "--strict", "--batch_size=1")
     assert code == 2 and "source 2, 'abx': 1 of its symbols are not in the vocabulary" in err
+    assert "cut off" not in err and [translating.cut(ids) for ids in ((), (END,), (9, END), (9, 9))] == [False] * 3 + [
+        True
+    ]
+    monkeypatch.setattr(translate, "cut", lambda ids: len(ids) == 3)  # ab and its END
+    _, _, err = says(capsys, monkeypatch, b"ab\n\nabc\nabcabcabcabc\n", f"--restore={runs.a}")
+    assert "1 output cut off without an end" in err
     # Exactly as long as a row, with END, is none too long.
     assert translating.translate(dataclasses.replace(runs.greedy, rows=1), ["a" * 11]).too_long == []
 
@@ -336,10 +348,29 @@ def test_the_mean_of_the_newest_checkpoints(runs: Runs) -> None:
     assert made.step == 300 and made.notes == ["the mean of steps 200, 300"]
     mean = loaded(f"--restore={runs.a}", "--average=2").models[0]
     jax.tree.map(np.testing.assert_array_equal, mean, made.state)
-    with pytest.raises(CheckpointError, match=r"--average=4 wants as many checkpoints .* it holds 3 good ones"):
+    wants = r"--average=4 wants as many checkpoints .* 3 good ones \(train with --keep=4 and a --checkpoint_every\)"
+    with pytest.raises(CheckpointError, match=wants):
         loaded(f"--restore={runs.a}", "--average=4")
     with pytest.raises(CheckpointError, match="leave --restore_step=best out"):
         loaded(f"--restore={runs.a}", "--average=2", "--restore_step=best")
+
+
+def test_a_mean_is_of_the_parameters_and_names_the_best(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of their EMA; and the best checkpoint, kept though others of its age are gone, is named if it takes part."""
+    config, hyper = restoring.saved_configuration(str(runs.a))
+    like, saves, restore = loop.abstract_state(config, hyper), runs.a / "checkpoints", checkpoint.restore
+
+    def with_average(*args: Any) -> checkpoint.Restored:
+        found = restore(*args)
+        zeros = jax.tree.map(np.zeros_like, found.state.params)
+        return dataclasses.replace(found, state=dataclasses.replace(found.state, ema=zeros))
+
+    monkeypatch.setattr(checkpoint, "restore", with_average)
+    made = restoring.averaged(saves, like, 1)
+    jax.tree.map(np.testing.assert_array_equal, made.state, restore(saves, 300, like).state.params)
+    monkeypatch.setattr(restoring, "was_measured", lambda folder: True)
+    monkeypatch.setattr(restoring, "best_step", lambda folder: 100)
+    assert restoring.averaged(saves, like, 3).notes == ["the mean of steps 100 (the best, kept), 200, 300"]
 
 
 def test_a_damaged_checkpoint_has_no_part_in_the_mean(runs: Runs, tmp_path: Path) -> None:

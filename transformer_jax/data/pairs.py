@@ -59,9 +59,7 @@ class Pairs:
         return dataclasses.replace(self, sources=sources, targets=targets, notes=[])
 
 
-def read_pairs(
-    path: str, *, option: str = "--pairs", strict: bool = False, languages: Sequence[str] = ()
-) -> Pairs:
+def read_pairs(path: str, *, option: str = "--pairs", strict: bool = False, languages: Sequence[str] = ()) -> Pairs:
     """The pairs of a file, or of two files "SOURCE,TARGET"; `languages`: those of the training file, if it names them.
 
     Blank lines are skipped and counted; so are lines with one side only, of more than two columns,

@@ -203,7 +203,8 @@ class File(Tokenizer):
             return [sum(i in (UNKNOWN, lacking) for i in row) for row in rows]
         # A letter may be several bytes, all at one place of the text.
         return [
-            list(row).count(UNKNOWN) + len({place for i, place in zip(made.ids, made.offsets) if i == lacking})
+            list(row).count(UNKNOWN)
+            + len({place for i, place in zip(made.ids, made.offsets, strict=True) if i == lacking})
             for row, made in zip(rows, _encoded(shows, texts), strict=True)
         ]
 
