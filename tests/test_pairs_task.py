@@ -198,6 +198,19 @@ def test_splits_and_what_is_said(files, tmp_path):
     assert twice.text.pairs["report"] == [("a", ["b"]), ("a", ["c"])]
 
 
+def test_all_files_go_the_way_of_the_training_file(tmp_path):
+    """Translations by language, the other way round in dev: what is trained from is asked there too."""
+    given = {}
+    for name, first, second in (("pairs", "de", "en"), ("dev", "en", "de"), ("test", "en", "de")):
+        row = {first: f"{name} {first}", second: f"{name} {second}"}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"translation": row}) + "\n")
+        given[name] = str(tmp_path / f"{name}.jsonl")
+    task = make_task(small(**given))
+    assert task.text.pairs["selection"] == [("dev de", ["dev en"])]
+    assert task.text.pairs["report"] == [("test de", ["test en"])]
+    assert "dev.jsonl: 1 pairs; de is the source, en the target" in task.text.notes
+
+
 def test_dev_is_held_out_where_there_is_none(tmp_path):
     path = tsv(tmp_path, "all.tsv", [(f"w{i}", f"a {i % 9}") for i in range(101)])
     task = make_task(small(pairs=path))
