@@ -1,5 +1,6 @@
 """The tasks on pairs: what rows hold, which splits there are, what is refused."""
 
+import json
 import os
 from pathlib import Path
 
