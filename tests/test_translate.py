@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 import launch
-from experiments import ensembles, lines, loop, restoring, translate, translating
+from experiments import ensembles, lines, restoring, translate, translating
 from experiments.flags import parse
 from experiments.translating import Translator
 from tests.pairs_run import BASE, make_run, phones, words, write_pairs
 from tests.quick import jit
-from transformer_jax import beam, checkpoint
+from transformer_jax import beam
 from transformer_jax.beam import Penalty, beam_search
 from transformer_jax.config import Hyper
 from transformer_jax.data import END, PAD, START, Tokenizers, resolve
@@ -333,57 +333,6 @@ def test_a_checkpoint_of_other_tokenizers_is_refused(runs: Runs, tmp_path: Path)
     (changed / "tokenizers.json").unlink()
     with pytest.raises(UserError, match="no tokenizers.json there"):
         loaded(f"--restore={changed}")
-
-
-def test_the_mean_of_the_newest_checkpoints(runs: Runs) -> None:
-    config, hyper = restoring.saved_configuration(str(runs.a))
-    like, saves = loop.abstract_state(config, hyper), runs.a / "checkpoints"
-    states = [checkpoint.restore(saves, step, like).state.params for step in (200, 300)]
-    made = restoring.averaged(saves, like, 2)
-    jax.tree.map(
-        lambda mean, a, b: np.testing.assert_allclose(mean, (np.float64(a) + np.float64(b)) / 2, atol=1e-6),
-        made.state,
-        *states,
-    )
-    assert made.step == 300 and made.notes == ["the mean of steps 200, 300"]
-    mean = loaded(f"--restore={runs.a}", "--average=2").models[0]
-    jax.tree.map(np.testing.assert_array_equal, mean, made.state)
-    wants = r"--average=4 wants as many checkpoints .* 3 good ones \(train with --keep=4 and a --checkpoint_every\)"
-    with pytest.raises(CheckpointError, match=wants):
-        loaded(f"--restore={runs.a}", "--average=4")
-    with pytest.raises(CheckpointError, match="leave --restore_step=best out"):
-        loaded(f"--restore={runs.a}", "--average=2", "--restore_step=best")
-
-
-def test_a_mean_is_of_the_parameters_and_names_the_best(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not of their EMA; and the best checkpoint, kept though others of its age are gone, is named if it takes part."""
-    config, hyper = restoring.saved_configuration(str(runs.a))
-    like, saves, restore = loop.abstract_state(config, hyper), runs.a / "checkpoints", checkpoint.restore
-
-    def with_average(*args: Any) -> checkpoint.Restored:
-        found = restore(*args)
-        zeros = jax.tree.map(np.zeros_like, found.state.params)
-        return dataclasses.replace(found, state=dataclasses.replace(found.state, ema=zeros))
-
-    monkeypatch.setattr(checkpoint, "restore", with_average)
-    made = restoring.averaged(saves, like, 1)
-    jax.tree.map(np.testing.assert_array_equal, made.state, restore(saves, 300, like).state.params)
-    monkeypatch.setattr(restoring, "was_measured", lambda folder: True)
-    monkeypatch.setattr(restoring, "best_step", lambda folder: 100)
-    assert restoring.averaged(saves, like, 3).notes == ["the mean of steps 100 (the best, kept), 200, 300"]
-
-
-def test_a_damaged_checkpoint_has_no_part_in_the_mean(runs: Runs, tmp_path: Path) -> None:
-    folder = tmp_path / "a"
-    shutil.copytree(runs.a, folder)
-    (folder / "checkpoints" / "200" / checkpoint.MARKER).unlink()
-    (folder / "checkpoints" / "300" / checkpoint.MANIFEST / checkpoint.MANIFEST_FILE).write_text("{}")
-    config, hyper = restoring.saved_configuration(str(folder))
-    like = loop.abstract_state(config, hyper)
-    made = restoring.averaged(folder / "checkpoints", like, 1)
-    assert made.step == 100 and "step 300: unreadable manifest" in made.notes[0]
-    with pytest.raises(CheckpointError, match="it holds 1 good ones; step 300: unreadable"):
-        restoring.averaged(folder / "checkpoints", like, 2)
 
 
 def test_a_restored_step_is_the_one_that_is_named(runs: Runs) -> None:
