@@ -5,7 +5,6 @@ import html
 import json
 import math
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -197,27 +196,6 @@ def test_a_file_of_other_pairs(done: Done, tmp_path: Path, capsys: Any) -> None:
     assert "1 blank line, 1 one-sided line (first: line 5)" in out
     assert launch.main([*command, f"--workdir={tmp_path / 'w'}", "--strict"]) == 2
     assert "line 5: a one-sided line" in capsys.readouterr().err
-
-
-def test_outputs_without_an_end_are_counted(done: Done, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(evaluation, "cut", lambda ids: len(ids) == 3)  # ab and its END
-    file = tmp_path / "other.tsv"
-    file.write_text("abc\ta b\nab\tb\n", encoding="utf-8")
-    run = ["launch.py", "--experiment=evaluate", f"--restore={done.run}", f"--pairs={file}"]
-    assert launch.main([*run, f"--workdir={tmp_path / 'w'}"]) == 0
-    assert "other.tsv: 1 of 2 outputs were cut off without an end" in capsys.readouterr().out
-
-
-def test_the_loss_of_an_ensemble_is_of_pairs_that_fit_every_model(done: Done, tmp_path: Path, capsys: Any) -> None:
-    short = Path(shutil.copytree(done.run, tmp_path / "short"))
-    held = json.loads((short / "config.json").read_text())
-    held["identity"]["config"]["seq_len"] = 5
-    (short / "config.json").write_text(json.dumps(held))
-    file = tmp_path / "other.tsv"
-    file.write_text("abc\ta b\nabcabcabc\tb\n", encoding="utf-8")
-    both = ["launch.py", "--experiment=evaluate", f"--restore={done.run},{short}", f"--pairs={file}"]
-    assert launch.main([*both, f"--workdir={tmp_path / 'w'}"]) == 0
-    assert "1 of 2 pairs do not fit seq_len=5 and are in no batch" in capsys.readouterr().out
 
 
 # --- what is said -------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,21 @@ import numpy as np
 import pytest
 
 import launch
-from experiments import ensembles, evaluate, evaluating, evaluation, plots_pairs, report_pairs
+from experiments import (
+    ensembles,
+    evaluate,
+    evaluating,
+    evaluation,
+    plots_pairs,
+    report_pairs,
+    translate,
+    translating,
+)
 from experiments.flags import parse
 from tests.pairs_run import BASE, make_run, words, write_pairs
 from tests.quick import jit
 from transformer_jax import beam
+from transformer_jax.data import END
 from transformer_jax.errors import ConfigError
 
 LONG = "abcabcabcabc"  # longer than a row
@@ -175,3 +186,29 @@ def test_a_file_of_pairs_does_not_take_the_name_of_another_split(name: str, run:
     assert evaluated(run, tmp_path / "w", *flags) == 0
     splits = json.loads((tmp_path / "w" / "results.json").read_text())["splits"]
     assert {key: split["items"] for key, split in splits.items()} == {"pairs": 2, name: 1}
+
+
+def test_outputs_without_an_end_are_counted(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a model that has hardly begun writes runs into the longest row."""
+    file = tmp_path / "other.tsv"
+    file.write_text("abc\ta b\nab\tb\n", encoding="utf-8")
+    assert evaluated(run, tmp_path / "w", f"--pairs={file}") == 0
+    said = capsys.readouterr().out
+    settings, _ = parse(["launch.py", "--experiment=translate", f"--restore={run}"], {"translate": translate.FLAGS})
+    outputs = translating.translate(ensembles.load(settings).translator, ["abc", "ab"]).outputs
+    unended = sum(END not in best.ids for best, *_ in outputs)
+    assert unended and f"other.tsv: {unended} of 2 outputs were cut off without an end" in said
+
+
+def test_the_loss_of_an_ensemble_is_of_pairs_that_fit_every_model(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = Path(shutil.copytree(run, tmp_path / "short"))
+    held = json.loads((short / "config.json").read_text())
+    held["identity"]["config"]["seq_len"] = 5
+    (short / "config.json").write_text(json.dumps(held))
+    file = tmp_path / "other.tsv"
+    file.write_text("abc\ta b\nabcabcabc\tb\n", encoding="utf-8")
+    both = ["launch.py", "--experiment=evaluate", f"--restore={run},{short}", f"--pairs={file}"]
+    assert launch.main([*both, f"--workdir={tmp_path / 'w'}"]) == 0
+    assert "1 of 2 pairs do not fit seq_len=5 and are in no batch" in capsys.readouterr().out
