@@ -80,16 +80,15 @@ PAIRS_HYPER = Hyper(learning_rate=1e-3, dropout_rate=0.3, label_smoothing=0.1, b
 def base_of(settings: Settings, begun: str = "") -> tuple[Config, Hyper]:
     """What the flags start from: the defaults of the task, a short run's warm-up a part of it.
 
-    begun: the workdir of a run that goes on, whose warm-up stays what it was, though its steps may be more now.
+    begun: the workdir of a run that goes on: its warm-up, a part of fewer steps then, stays as short.
     """
     base, hyper, part = BASE, HYPER, 10
     if settings.overrides.get("task") in PAIR_TASKS:
         base, hyper, part = PAIRS_BASE.replace(task=settings.overrides["task"]), PAIRS_HYPER, 2
     steps = settings.overrides.get("steps", base.steps)
     held = (read_json(Path(begun) / "config.json") or {}) if begun else {}
-    before = held.get("identity", {}).get("config", {}).get("warmup_steps")
-    warmup = min(base.warmup_steps, steps // part) if before is None else before
-    return base.replace(steps=steps, warmup_steps=warmup), hyper
+    before = held.get("identity", {}).get("config", {}).get("warmup_steps", base.warmup_steps)
+    return base.replace(steps=steps, warmup_steps=min(base.warmup_steps, steps // part, before)), hyper
 
 
 def configuration(

@@ -170,11 +170,16 @@ def _open(
 
 
 def _unlike(held: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
-    """`differences`, but for the paths of files whose digest is one: they may have moved, or the folder has."""
+    """`differences`, but for the paths of files whose digest is one: they may have moved, or the folder has.
+
+    Whether a file is given still counts: dev may be held out of the training file, or be the same file whole.
+    """
     if wanted.get("data") and held.get("data") == wanted["data"]:
+        there, here = held.get("config", {}), wanted.get("config", {})
+        moved = {name for name in PLACES if there.get(name) and here.get(name)}
         held, wanted = (
-            one | {"config": {name: value for name, value in one.get("config", {}).items() if name not in PLACES}}
-            for one in (held, wanted)
+            {**one, "config": {name: value for name, value in config.items() if name not in moved}}
+            for one, config in ((held, there), (wanted, here))
         )
     return differences(held, wanted)
 

@@ -130,6 +130,10 @@ def test_a_warm_up_by_default_stays_what_it_was(tmp_path: Path) -> None:
         assert launch.main(["launch.py", *short, f"--steps={steps}"]) == 0
     assert json.loads((tmp_path / "w" / "config.json").read_text())["identity"]["config"]["warmup_steps"] == 2
     assert launch.main(["launch.py", *short, "--steps=40", "--warmup_steps=4"]) == 2
+    # A longer one was asked for by its flag: without it this is another run.
+    longer = [*short[:-1], f"--workdir={tmp_path / 'longer'}", "--steps=20"]
+    assert launch.main(["launch.py", *longer, "--warmup_steps=9"]) == 0
+    assert launch.main(["launch.py", *longer]) == 2
 
 
 def test_the_budget_stops_cleanly(tmp_path: Path, capfd: object) -> None:

@@ -148,6 +148,15 @@ def test_files_may_move(files: list[str], trained: Path, tmp_path: Path, capsys:
     assert "data is " in capsys.readouterr().err
 
 
+def test_dev_held_out_is_not_dev_of_the_whole_file(files: list[str], tmp_path: Path, capsys: Any) -> None:
+    """The bytes read are the same, and the data are not."""
+    run = ["launch.py", *TINY, files[0], f"--workdir={tmp_path / 'w'}", "--warmup_steps=1"]
+    assert launch.main([*run, "--steps=2"]) == 0
+    capsys.readouterr()
+    assert launch.main([*run, files[0].replace("--pairs", "--dev"), "--steps=4"]) == 2
+    assert "config.dev is '' there, " in capsys.readouterr().err
+
+
 def test_training_ends_when_nothing_gets_better(files: list[str], tmp_path: Path, capfd: Any) -> None:
     command = ["launch.py", *TINY, *files, "--steps=30", "--eval_every=3", "--patience=2", "--learning_rate=0"]
     assert launch.main([*command, f"--workdir={tmp_path / 'w'}"]) == 0
