@@ -9,7 +9,8 @@ from typing import Any
 
 import jax
 
-from experiments import train
+from experiments import ensembles, train, translate
+from experiments.flags import parse
 from experiments.program import run_key
 from experiments.workdir import open_workdir, write_json
 from tests.quick import jit
@@ -76,3 +77,9 @@ def make_run(folder: Path, config: Config, seed: int = 0, saves: Sequence[int] =
             state = advance(state, hyper, task.data, step - int(state.step))
             saver.save(step, state, json.loads(json.dumps(meta | {"step": step})))
     return folder
+
+
+def loaded(*args: str) -> ensembles.Loaded:
+    """What `translate` loads for these flags."""
+    settings, _ = parse(["launch.py", "--experiment=translate", *args], {"translate": translate.FLAGS})
+    return ensembles.load(settings)

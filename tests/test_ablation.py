@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 import launch
-from experiments import ablation, ensembles, evaluate, evaluating, flags, stats, trained, translating, written
+from experiments import ablation, evaluating, flags, stats, trained, translating, written
 from experiments import ask as asking
 from experiments.grid import Run
 from experiments.program import run_key
 from experiments.sweep import Question
-from tests.pairs_run import BASE, words, write_pairs
+from tests.pairs_run import BASE, loaded, words, write_pairs
 from tests.quick import jit
 from transformer_jax import beam
 from transformer_jax.batch import Batch
@@ -174,11 +174,6 @@ def answered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         assert launch.main(["launch.py", "--experiment=ablation", "--task=pairs", *line]) == 0
         (folder / "train.tsv").unlink()
         yield folder / "w"
-
-
-def loaded(*args: str) -> ensembles.Loaded:
-    settings, _ = flags.parse(["launch.py", "--experiment=evaluate", *args], {"evaluate": evaluate.FLAGS})
-    return ensembles.load(settings)
 
 
 def dev(folder: Path) -> list[tuple[str, list[str]]]:

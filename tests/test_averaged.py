@@ -9,10 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import ensembles, loop, restoring, translate
-from experiments.flags import parse
-from experiments.translating import Translator
-from tests.pairs_run import BASE, make_run, words, write_pairs
+from experiments import loop, restoring
+from tests.pairs_run import BASE, loaded, make_run, words, write_pairs
 from transformer_jax import checkpoint
 from transformer_jax.errors import CheckpointError
 
@@ -22,11 +20,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("averaged")
     files = {name: str(write_pairs(folder / f"{name}.tsv", words(40, 0))) for name in ("pairs", "dev")}
     return make_run(folder / "run", BASE.replace(**files), saves=(1, 2, 3))
-
-
-def loaded(*args: str) -> Translator:
-    settings, _ = parse(["launch.py", "--experiment=translate", *args], {"translate": translate.FLAGS})
-    return ensembles.load(settings).translator
 
 
 def test_the_mean_of_the_newest_checkpoints(run: Path) -> None:
@@ -40,7 +33,7 @@ def test_the_mean_of_the_newest_checkpoints(run: Path) -> None:
         *states,
     )
     assert made.step == 3 and made.notes == ["the mean of steps 2, 3"]
-    mean = loaded(f"--restore={run}", "--average=2").models[0]
+    mean = loaded(f"--restore={run}", "--average=2").translator.models[0]
     jax.tree.map(np.testing.assert_array_equal, mean, made.state)
     wants = r"--average=4 wants as many checkpoints .* 3 good ones \(train with --keep=4 and a --checkpoint_every\)"
     with pytest.raises(CheckpointError, match=wants):

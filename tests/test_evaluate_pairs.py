@@ -20,7 +20,7 @@ from experiments.evaluating import Item
 from experiments.flags import parse
 from experiments.samples import samples
 from experiments.translating import Translator
-from tests.pairs_run import BASE, make_run, phones, words, write_pairs
+from tests.pairs_run import BASE, loaded, make_run, phones, words, write_pairs
 from tests.quick import jit
 from transformer_jax import beam
 from transformer_jax.batch import Batch
@@ -59,12 +59,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Done]:
         rows = [line.split("\t") for line in (place / "outputs.tsv").read_text(encoding="utf-8").splitlines()]
         results = json.loads((place / "results.json").read_text(encoding="utf-8"))
         page = (place / "report.html").read_text(encoding="utf-8")
-        yield Done(run, place, results, rows, page, loaded(f"--restore={run}", "--beam=2"))
-
-
-def loaded(*args: str) -> Translator:
-    settings, _ = parse(["launch.py", "--experiment=evaluate", *args], {"evaluate": evaluate.FLAGS})
-    return ensembles.load(settings).translator
+        yield Done(run, place, results, rows, page, loaded(f"--restore={run}", "--beam=2").translator)
 
 
 def test_another_search_file_or_step_has_its_own_folder(done: Done) -> None:

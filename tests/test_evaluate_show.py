@@ -18,11 +18,10 @@ from experiments import (
     evaluation,
     plots_pairs,
     report_pairs,
-    translate,
     translating,
 )
 from experiments.flags import parse
-from tests.pairs_run import BASE, make_run, words, write_pairs
+from tests.pairs_run import BASE, loaded, make_run, words, write_pairs
 from tests.quick import jit
 from transformer_jax import beam
 from transformer_jax.data import END
@@ -194,8 +193,7 @@ def test_outputs_without_an_end_are_counted(run: Path, tmp_path: Path, capsys: p
     file.write_text("abc\ta b\nab\tb\n", encoding="utf-8")
     assert evaluated(run, tmp_path / "w", f"--pairs={file}") == 0
     said = capsys.readouterr().out
-    settings, _ = parse(["launch.py", "--experiment=translate", f"--restore={run}"], {"translate": translate.FLAGS})
-    outputs = translating.translate(ensembles.load(settings).translator, ["abc", "ab"]).outputs
+    outputs = translating.translate(loaded(f"--restore={run}").translator, ["abc", "ab"]).outputs
     unended = sum(END not in best.ids for best, *_ in outputs)
     assert unended and f"other.tsv: {unended} of 2 outputs were cut off without an end" in said
 

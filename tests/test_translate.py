@@ -16,10 +16,9 @@ import numpy as np
 import pytest
 
 import launch
-from experiments import ensembles, lines, restoring, translate, translating
-from experiments.flags import parse
+from experiments import lines, restoring, translate, translating
 from experiments.translating import Translator
-from tests.pairs_run import BASE, make_run, phones, words, write_pairs
+from tests.pairs_run import BASE, loaded, make_run, phones, words, write_pairs
 from tests.quick import jit
 from transformer_jax import beam
 from transformer_jax.beam import Penalty, beam_search
@@ -49,12 +48,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
         config = BASE.replace(**{n: str(write_pairs(folder / f"{n}.tsv", part)) for n, part in files.items()})
         a = make_run(folder / "a", config, seed=0, saves=(100, 200, 300))
         b = make_run(folder / "b", config, seed=1, saves=(150,))
-        yield Runs(a, b, made[300:], loaded(f"--restore={a}"))
-
-
-def loaded(*args: str) -> Translator:
-    settings, _ = parse(["launch.py", "--experiment=translate", *args], {"translate": translate.FLAGS})
-    return ensembles.load(settings).translator
+        yield Runs(a, b, made[300:], loaded(f"--restore={a}").translator)
 
 
 def says(capsys: Any, monkeypatch: Any, given: bytes, *args: str) -> tuple[int, str, str]:
@@ -194,7 +188,7 @@ def test_outputs_stand_in_the_order_of_the_lines(runs: Runs) -> None:
 def test_nothing_is_compiled_twice(runs: Runs) -> None:
     translating.translate(runs.greedy, runs.unseen)
     before = beam._search._cache_size()
-    other = loaded(f"--restore={runs.b}")
+    other = loaded(f"--restore={runs.b}").translator
     for asked in (runs.unseen, runs.unseen[::-1], [word[::-1] for word in runs.unseen]):
         translating.translate(other, asked)
     assert beam._search._cache_size() == before
@@ -225,7 +219,7 @@ def test_the_n_best_come_ranked(runs: Runs, capsys: Any, monkeypatch: Any) -> No
     _, out, _ = says(capsys, monkeypatch, b"cab\n\ndab\n", *flags, "--batch_size=1")
     rows = [line.split("\t") for line in out.split("\n")[:-1]]
     assert [row[0] for row in rows] == ["1", "2", "3"] * 3 and [row[1:] for row in rows[3:6]] == [["", ""]] * 3
-    translator = loaded(*flags)
+    translator = loaded(*flags).translator
     found = beam_search(
         translator.models[0], translator.config, translator.hyper, [[START]], max_new_tokens=12, beam=4, n_best=3,
         sources=[translator.tokenizers.source_ids("cab")], stop_ids=(END,), penalty=Penalty("gnmt", 0.6),
@@ -259,8 +253,8 @@ def test_a_decoder_alone_translates_too() -> None:
 
 
 def test_an_ensemble_is_the_mean_of_probabilities(runs: Runs) -> None:
-    one, two = loaded(f"--restore={runs.a}"), loaded(f"--restore={runs.b}")
-    both = loaded(f"--restore={runs.a},{runs.b}", "--beam=2")
+    one, two = loaded(f"--restore={runs.a}").translator, loaded(f"--restore={runs.b}").translator
+    both = loaded(f"--restore={runs.a},{runs.b}", "--beam=2").translator
     assert len(both.models) == 2
     made = translating.translate(dataclasses.replace(both, rows=4), runs.unseen[:4]).outputs
     sources = [both.tokenizers.source_ids(word) for word in runs.unseen[:4]]
@@ -299,7 +293,7 @@ def test_models_that_cannot_write_together_are_named(runs: Runs, tmp_path: Path)
     with pytest.raises(UserError, match="cannot write together: the target tokenizers differ"):
         loaded(f"--restore={runs.a},{changed}")
     alike = spoilt(runs.b, tmp_path / "alike", "config.json", learning)
-    made = loaded(f"--restore={runs.a},{alike}")
+    made = loaded(f"--restore={runs.a},{alike}").translator
     assert len(made.models) == 2 and made.settings[0] == made.settings[1]  # one program for both
 
 
@@ -308,8 +302,8 @@ def test_models_of_several_kinds_write_together(runs: Runs, tmp_path: Path) -> N
     config = restoring.saved_configuration(str(runs.b))[0]
     config = config.replace(num_layers=2, norm_placement="post", seq_len=6)
     other = make_run(tmp_path / "other", config, seed=2, saves=(60,))
-    alone = [loaded(f"--restore={path}") for path in (runs.a, other)]
-    both = loaded(f"--restore={runs.a},{other}", "--beam=2")
+    alone = [loaded(f"--restore={path}").translator for path in (runs.a, other)]
+    both = loaded(f"--restore={runs.a},{other}", "--beam=2").translator
     assert [(c.num_layers, c.seq_len) for c, _ in both.settings] == [(1, 12), (2, 6)]
     words = [word for word in runs.unseen if len(word) < 6][:4]
     made = translating.translate(dataclasses.replace(both, rows=4), words).outputs
@@ -336,7 +330,10 @@ def test_a_checkpoint_of_other_tokenizers_is_refused(runs: Runs, tmp_path: Path)
 
 
 def test_a_restored_step_is_the_one_that_is_named(runs: Runs) -> None:
-    early, late = loaded(f"--restore={runs.a}", "--restore_step=100"), loaded(f"--restore={runs.a}")
+    early, late = (
+        loaded(f"--restore={runs.a}", "--restore_step=100").translator,
+        loaded(f"--restore={runs.a}").translator,
+    )
     assert not np.array_equal(early.models[0].embedding.embed_VD, late.models[0].embedding.embed_VD)
 
 
