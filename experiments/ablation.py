@@ -67,7 +67,8 @@ class Asked:
 
 def question(settings: Settings) -> Question:
     """The arms: each combination of the values in --sweep. Reads no data. Raises ConfigError as flags and fields do."""
-    base = train.base_of(settings) if settings.overrides.get("task") in PAIR_TASKS else (BASE, HYPER)
+    begun = "" if settings.overwrite else settings.workdir or "runs/ablation"
+    base = train.base_of(settings, begun) if settings.overrides.get("task") in PAIR_TASKS else (BASE, HYPER)
     config, hyper = settings.configure(*base)
     extra = grid.parse_sweep(settings.sweep)
     for name in extra:
@@ -178,8 +179,9 @@ def _tokens(config: Config, task: Task) -> Any:
     if config.task in PAIR_TASKS:
         assert task.text is not None
         return task.text.pairs["report"], task.text.tokenizers.target, len(task.text.rows["report"])
-    made_from = None if config.task == "text" else config.seq_len  # a text's tokens are the same, in rows of any length
-    return task.sha256, config.V, made_from
+    if config.task == "text":  # the same tokens in rows of any length; a packed document's first is never asked for
+        return task.sha256, config.V, config.packing
+    return task.sha256, config.V, config.seq_len, config.architecture, config.batch_size
 
 
 def run(settings: Settings) -> int:

@@ -10,12 +10,13 @@ from typing import Any
 from experiments import trained
 from experiments.flags import Settings
 from experiments.interrupt import Stopper
-from experiments.program import check
+from experiments.program import check, check_measured
 from experiments.sections import Section
 from experiments.sweep import Outcome, Question, plan, run_sweep
 from experiments.workdir import Workdir, WorkdirError, open_workdir, read_json, write_text
 from transformer_jax.config import to_dict
 from transformer_jax.data import make_task, resolve
+from transformer_jax.errors import ConfigError
 
 FLAGS = ("seeds", "workdir", "minutes", "checkpoint_every", "overwrite", "plan", "sweep", "preset", "depth", "mesh")
 MAX_SEEDS = 1000
@@ -123,10 +124,14 @@ def _answer(
 
 
 def resolved(question: Question) -> Question:
-    """Every arm with its vocabulary, traced once: a bad text or setting fails before anything is made."""
+    """Every arm with its vocabulary, and all it runs traced once: what is bad fails before anything is made."""
     arms = tuple(dataclasses.replace(arm, config=resolve(arm.config)) for arm in question.arms)
+    if len({arm.config.steps for arm in arms}) > 1:
+        raise ConfigError("--sweep=steps=…: arms of one sweep train alike; use --steps")
     for config, hyper in {arm.config: arm.hyper for arm in arms}.items():
-        check(config, hyper, make_task(config))
+        task = make_task(config)
+        check(config, hyper, task)
+        check_measured(config, hyper, task, question.observe, question.losses)
     return dataclasses.replace(question, arms=arms)
 
 

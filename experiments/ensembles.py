@@ -25,6 +25,8 @@ LEARNING = frozenset({
     "label_smoothing", "z_loss", "load_balance", "router_z_loss", "clip_norm", "ema_decay", "weight_decay", "b1", "b2",
     "adam_epsilon", "momentum",
 })  # fmt: skip
+# Of these, what is still asked of a trained model: what it is given, and how it is judged and computed.
+ASKED = frozenset({*DATA, "task", "text", "metrics", "loss_chunks", "remat", "scan_unroll"})
 COMPUTED = ("attention_softcap", "final_softcap")  # the terms that evaluation has too
 
 
@@ -75,6 +77,8 @@ def load(settings: Settings) -> Loaded:
     Raises ConfigError for a model that was not trained on pairs, and for models that cannot write together;
     CheckpointError for a checkpoint of other tokenizers; else as restoring.restore_weights and trained.arm_named.
     """
+    if idle := sorted((LEARNING - ASKED) & settings.overrides.keys()):
+        raise ConfigError(f"--{idle[0]} has no effect on a trained model: leave it out")
     penalty = Penalty(settings.penalty, settings.length_penalty)
     check_beam(settings.beam, settings.n_best, penalty)
     folders, members = restores(settings.restore), list[_Member]()

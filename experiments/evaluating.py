@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import math
+import unicodedata
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -68,10 +69,13 @@ def parts(unit: str) -> Callable[[str], list[str]]:
 
 
 def _sides(translator: Translator, pairs: Pairs) -> tuple[list[str], Sequence[Sequence[str]]]:
-    """(sources, references). Where the target is symbols, any white space between them is one space, as in outputs."""
+    """(sources, references), these as outputs are: symbols with one space between them, letters of nfd composed."""
     references = [several for _, several in pairs]
-    if translator.tokenizers.target.kind == "symbols":
+    kind = translator.tokenizers.target.kind
+    if kind == "symbols":
         references = [[" ".join(text.split()) for text in several] for several in references]
+    elif kind == "nfd":
+        references = [[unicodedata.normalize("NFC", text) for text in several] for several in references]
     return [source for source, _ in pairs], references
 
 

@@ -80,6 +80,7 @@ def question(settings: Settings) -> Question:
     kinds = extra.pop("mask", KINDS)
     # A window of the whole row is the causal mask, and shows what of a difference is the program's.
     windows = extra.pop("window", [width for width in WINDOWS if width <= config.seq_len])
+    prefixes = extra.pop("prefix", [hyper.prefix])
     rates = extra.pop("learning_rate", RATES)
     hyper = dataclasses.replace(hyper, window=min(hyper.window, config.seq_len))
     arms = []
@@ -87,9 +88,10 @@ def question(settings: Settings) -> Question:
         of = config.replace(mask=kind)
         if kind == "window":
             arms += [Arm(f"window {width}", of, dataclasses.replace(hyper, window=width)) for width in windows]
+        elif kind == "prefix":
+            arms += [Arm(f"prefix {seen}", of, dataclasses.replace(hyper, prefix=seen)) for seen in prefixes]
         else:
-            names = {"none": "no mask", "prefix": f"prefix {hyper.prefix}"}
-            arms.append(Arm(names.get(kind) or kind.replace("_", "-"), of, hyper))
+            arms.append(Arm("no mask" if kind == "none" else kind.replace("_", "-"), of, hyper))
     arms = grid.with_shared_terms(grid.cross(arms, extra))
     pairs, notes = stats.first_pairs(_pairs(arms))
     return Question(

@@ -20,7 +20,7 @@ import numpy as np
 from experiments import evaluate, restoring, results, trained
 from experiments.flags import Settings
 from experiments.program import stack
-from experiments.workdir import WorkdirError, open_workdir, read_json
+from experiments.workdir import TOKENIZERS, WorkdirError, open_workdir, read_json
 from transformer_jax import checkpoint, masks, sharding, train
 from transformer_jax.config import Config, Hyper, to_dict
 from transformer_jax.data import Task, Tokenizers, make_task, resolve
@@ -81,7 +81,9 @@ def rows_of(restore: str) -> list[Row]:
     rows = []
     for arm in trained.arms(folder):
         one = arm.models[0]
-        rows.append(Row(arm.name, one.config, one.hyper, [model.params for model in arm.models], one.step))
+        own = trained.tokenizers_of(restore, arm) if (folder / TOKENIZERS).exists() else None
+        params = [model.params for model in arm.models]
+        rows.append(Row(arm.name, one.config, one.hyper, params, one.step, tokenizers=own))
     return rows
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from transformer_jax.batch import Batch
 from transformer_jax.config import Config, Hyper
 from transformer_jax.encoder_decoder import forward, init_probe
+from transformer_jax.errors import ConfigError
 from transformer_jax.losses import cross_entropy
 from transformer_jax.scores import score_factor
 
@@ -23,6 +24,8 @@ def attention_statistics(config: Config, hyper: Hyper, params: Any, batch: Batch
     grad_vo_norm: norms of the gradients of the projection weights.
     Dense attention is asked, as only it has weights: blockwise and banded are the same function.
     """
+    if config.architecture == "encoder":
+        raise ConfigError("architecture=encoder: what attention does is measured in a decoder")
     if config.attention_implementation != "linear":
         config = config.replace(attention_implementation="dense")
 

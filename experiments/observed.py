@@ -34,11 +34,10 @@ def before_and_after(arms: Arms) -> Section:
 def over_training(arms: Arms, name: str, section: Section, log: bool = False) -> Section:
     """`section` with a picture of a measurement over the steps, a line for each arm and layer."""
     marks = arms[0]["observed"]["marks"]
-    layers = range(len(arms[0]["observed"][name][0]))
     series = {
         f"{arm['name']}, layer {layer + 1}": [at_mark(arm, name, m, layer) for m in range(len(marks))]
         for arm in arms
-        for layer in layers
+        for layer in range(len(arm["observed"][name][0]))
     }
 
     def draw(path: Path) -> None:

@@ -45,6 +45,19 @@ def check(config: Config, hyper: Hyper, task: Task, constrain: Constrain = UNCON
     jax.eval_shape(step, jax.random.key(0))
 
 
+def check_measured(
+    config: Config, hyper: Hyper, task: Task, observe: Observe, losses: Mapping[str, Loss] = MappingProxyType({})
+) -> None:
+    """As `check`, for what is measured between the steps."""
+
+    def step(key: jax.Array) -> Any:
+        return measure(
+            config, task, observe, init_state(config, hyper, key), hyper, jnp.bool_(True), 1, task.data, losses
+        )
+
+    jax.eval_shape(step, jax.random.key(0))
+
+
 @dataclasses.dataclass(frozen=True)
 class Program:
     """One group's program: `call(states, hypers, keys, start, stop, final, data)`.

@@ -146,10 +146,27 @@ def run_sweep(
             done += config.steps * len(group.runs)
             outcome.results |= job.results()
             outcome.certificate.add(job.certify())
+    outcome.results = at_common_marks(outcome.results)
     outcome.wall_seconds = time.monotonic() - start
     tokens = sum(g.config.steps * len(g.runs) * g.config.batch_size * g.config.seq_len for _, g in groups)
     outcome.tokens_per_second = tokens / outcome.wall_seconds
     return outcome
+
+
+def at_common_marks(results: Mapping[Run, RunResult]) -> dict[Run, RunResult]:
+    """What was measured at the steps that all runs share, the first and the last among them.
+
+    Chunks end elsewhere where steps, seeds or --checkpoint_every have changed on the way, and means over seeds
+    are of one step.
+    """
+    shared = set.intersection(*(set(run.marks) for run in results.values())) if results else set()
+
+    def kept(run: RunResult) -> RunResult:
+        places = [m for m, mark in enumerate(run.marks) if mark in shared]
+        measured = {name: x[places] for name, x in run.measured.items()}
+        return dataclasses.replace(run, marks=tuple(run.marks[m] for m in places), measured=measured)
+
+    return {run: kept(result) for run, result in results.items()}
 
 
 class _GroupJob:

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import ask, grid, report, results, tempering, trained
+from experiments import ask, grid, report, results, stats, tempering, trained
 from experiments.flags import Settings
 from experiments.grid import Arm, Run
 from experiments.observe import attention_statistics
@@ -91,12 +91,14 @@ def question(settings: Settings) -> Question:
         check(arm.config)
     names = [arm.name for arm in arms]
     against = [name.replace(name.partition(",")[0], "T=1", 1) for name in names]
+    pairs, notes = stats.first_pairs([pair for pair in zip(names, against, strict=True) if pair[0] != pair[1]])
     return Question(
         name="temperature",
         title="What does temperature do in attention, and to what a model writes?",
         arms=arms,
         learning_rates=tuple(sorted(rates)),
-        comparisons=tuple(pair for pair in zip(names, against, strict=True) if pair[0] != pair[1])[:6],
+        comparisons=pairs,
+        notes=notes,
         observe=attention_statistics,
         losses={"excess": excess},
         primary="report_excess_loss",

@@ -19,6 +19,7 @@ the reported split of Python 3.11's own text.
 """
 
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -87,7 +88,9 @@ def base_of(settings: Settings, begun: str = "") -> tuple[Config, Hyper]:
         base, hyper, part = PAIRS_BASE.replace(task=settings.overrides["task"]), PAIRS_HYPER, 2
     steps = settings.overrides.get("steps", base.steps)
     held = (read_json(Path(begun) / "config.json") or {}) if begun else {}
-    before = held.get("identity", {}).get("config", {}).get("warmup_steps", base.warmup_steps)
+    of_run = held.get("identity", {})
+    config = of_run.get("config") or next(iter(of_run.get("arms", {}).values()), {}).get("config", {})
+    before = config.get("warmup_steps", base.warmup_steps)
     return base.replace(steps=steps, warmup_steps=min(base.warmup_steps, steps // part, before)), hyper
 
 
@@ -142,7 +145,8 @@ def folder_of(settings: Settings) -> str:
 
 def came_from(settings: Settings) -> dict[str, Any]:
     """The part of a run's identity that --restore adds."""
-    taken = {"restore": settings.restore, "restore_step": settings.restore_step, "parts": settings.parts}
+    place = os.path.normpath(settings.restore) if settings.restore else ""
+    taken = {"restore": place, "restore_step": settings.restore_step, "parts": settings.parts}
     return {"from": taken} if settings.restore else {}
 
 

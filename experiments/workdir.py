@@ -24,6 +24,7 @@ from transformer_jax.errors import UserError
 TOKENIZERS = "tokenizers.json"  # of a run on texts, beside config.json
 DEFAULTS = {"config": to_dict(Config()), "hyper": to_dict(Hyper())}
 PLACES = ("pairs", "dev", "test", "text")  # where the data are: what they are, their digest says
+TOKENIZER_FILES = ("tokenizer", "target_tokenizer")
 LOCK = ".lock"  # held by the process that writes there
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 _claimed: dict[Path, int] = {}  # folder -> the open file of its lock
@@ -177,11 +178,20 @@ def _unlike(held: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     if wanted.get("data") and held.get("data") == wanted["data"]:
         there, here = held.get("config", {}), wanted.get("config", {})
         moved = {name for name in PLACES if there.get(name) and here.get(name)}
+        # A tokenizer's digest is in that of the data; its name counts where it is a kind, not a file.
+        moved |= {name for name in TOKENIZER_FILES if _is_file(there.get(name)) and _is_file(here.get(name))}
         held, wanted = (
             {**one, "config": {name: value for name, value in config.items() if name not in moved}}
             for one, config in ((held, there), (wanted, here))
         )
+    there, here = list(held.get("arms") or {}), list(wanted.get("arms") or {})
+    if there != here and sorted(there) == sorted(here):  # what is saved stands in the order of the arms
+        return [f"the arms stand there as {', '.join(there)}, here as {', '.join(here)}", *differences(held, wanted)]
     return differences(held, wanted)
+
+
+def _is_file(tokenizer: str | None) -> bool:
+    return (tokenizer or "").endswith(".json")
 
 
 def _shrunk(held: Mapping[str, Any], grows: Mapping[str, tuple[int, str]]) -> list[str]:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import launch
-from experiments import ablation, evaluating, flags, stats, trained, translating, written
+from experiments import ablation, evaluating, flags, matrix, stats, trained, translating, written
 from experiments import ask as asking
 from experiments.grid import Run
 from experiments.program import run_key
@@ -279,6 +279,9 @@ def test_diverged_seeds_write_nothing(answered: Path, tmp_path: Path) -> None:
 
 
 def test_tokenizers_are_those_that_the_models_were_trained_with(answered: Path, tmp_path: Path) -> None:
+    for row, arm in zip(matrix.rows_of(str(answered)), trained.arms(answered), strict=True):
+        assert row.tokenizers is not None
+        assert row.tokenizers.sha256 == arm.models[0].tokenizers, "not as the data has them now"
     copy = tmp_path / "w"
     shutil.copytree(answered, copy, ignore=shutil.ignore_patterns("evaluation*"))
     held = json.loads((copy / "tokenizers.json").read_text())

@@ -210,3 +210,24 @@ def test_the_loss_of_an_ensemble_is_of_pairs_that_fit_every_model(
     both = ["launch.py", "--experiment=evaluate", f"--restore={run},{short}", f"--pairs={file}"]
     assert launch.main([*both, f"--workdir={tmp_path / 'w'}"]) == 0
     assert "1 of 2 pairs do not fit seq_len=5 and are in no batch" in capsys.readouterr().out
+
+
+# --- what is asked of a trained model ---------------------------------------------------
+
+
+def test_letters_in_any_form_are_right_where_outputs_are_composed() -> None:
+    """A target of nfd is written composed: a reference in decomposed form is the same text."""
+    from types import SimpleNamespace
+
+    translator: Any = SimpleNamespace(tokenizers=SimpleNamespace(target=SimpleNamespace(kind="nfd")))
+    decomposed = "e\u0301te\u0301"
+    assert evaluating._sides(translator, [("x", [decomposed])]) == (["x"], [["été"]])
+    translator.tokenizers.target.kind = "chars"
+    assert evaluating._sides(translator, [("x", [decomposed])]) == (["x"], [[decomposed]])
+
+
+@pytest.mark.parametrize("flag", ["--learning_rate=77", "--length_buckets=9", "--dropout_rate=0.9", "--bpe_size=300"])
+def test_what_only_training_reads_is_refused(run: Path, flag: str, tmp_path: Path, capsys: Any) -> None:
+    assert evaluated(run, tmp_path / "w", flag) != 0
+    assert f"{flag.partition('=')[0]} has no effect on a trained model: leave it out" in capsys.readouterr().err
+    assert not (tmp_path / "w").exists()

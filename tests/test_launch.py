@@ -80,6 +80,7 @@ MISTAKES = {
     "--experiment=train --plan": "--plan has no effect in --experiment=train",
     "--experiment=train --seeds=3": "--seeds has no effect in --experiment=train",
     "--experiment=train --minutes=-1": "--minutes=-1.0 is out of range",
+    "--experiment=train --minutes=nan": "--minutes=nan is out of range",
     "--experiment=train --terms=dropuot": "did you mean dropout",
     "--experiment=train --positions=learned --seq_len=2000": "seq_len=2000 is past the position table",
     "--experiment=train --text=none.txt": "none.txt",

@@ -53,6 +53,9 @@ def test_each_arm_is_compared_with_the_causal_one_of_its_settings() -> None:
         (f"window {w}, num_layers={n}", f"causal, num_layers={n}") for n in (1, 2) for w in (2, 3)
     )
     assert [arm.hyper.window for arm in crossed.arms[1:3]] == [2, 3]
+    prefixes = ask("--sweep=mask=causal,prefix;prefix=4,8")
+    assert [(arm.name, arm.hyper.prefix) for arm in prefixes.arms[1:]] == [("prefix 4", 4), ("prefix 8", 8)]
+    assert prefixes.comparisons == (("prefix 4", "causal"), ("prefix 8", "causal"))
     assert not ask("--sweep=mask=none,inverted").comparisons
     many = ask("--sweep=mask=causal,window;window=2,3;num_layers=1,2,3,4")
     assert len(many.comparisons) == 6 and not default.notes

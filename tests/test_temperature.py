@@ -195,6 +195,9 @@ def test_each_temperature_is_compared_with_1_of_its_settings() -> None:
         ("T=3, num_layers=2", "T=1, num_layers=2"),
     )
     assert [arm.hyper.attention_temperature for arm in crossed.arms] == [1, 3, 1, 3]
+    many = ask("--sweep=num_layers=1,2")
+    assert len(many.comparisons) == 6 and not default.notes
+    assert "not compared, as a family is at most 6: T=2, num_layers=2 against T=1, num_layers=2" in many.notes[0]
 
 
 MISTAKES = {

@@ -302,7 +302,9 @@ def over_runs(
         specs = (PartitionSpec(RUNS),) * (len(args) - shared) + (PartitionSpec(),) * shared
         return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(RUNS), check_vma=False)(*args)
 
-    return jax.jit(spread, donate_argnums=0 if donate else ())
+    # Said, as on one device the placement of what comes out is another name for the same, and would compile anew.
+    laid = NamedSharding(mesh, PartitionSpec(RUNS))
+    return jax.jit(spread, donate_argnums=0 if donate else (), out_shardings=laid)
 
 
 def place_runs(tree: Any, mesh: jax.sharding.Mesh) -> Any:
