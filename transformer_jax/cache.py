@@ -31,6 +31,7 @@ from transformer_jax.encoder_decoder import Transformer, encode
 from transformer_jax.errors import ConfigError
 from transformer_jax.layers import Held, apply_stack
 from transformer_jax.masks import Mask, known
+from transformer_jax.numerics import at_precision
 
 EMPTY = 1 << 30  # the position of a slot that holds nothing
 UNFIT_MASKS = ("none", "inverted")  # they show later positions
@@ -136,6 +137,7 @@ def _serving(config: Config, T: int) -> Config:
     )
 
 
+@at_precision
 def read_source(
     params: Transformer,
     config: Config,
@@ -153,6 +155,7 @@ def read_source(
     return replace(cache, held=replace(cache.held, cross=cross), memory_mask=masks.cross(source_lengths_B))
 
 
+@at_precision
 def extend(
     params: Transformer,
     config: Config,

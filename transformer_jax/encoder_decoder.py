@@ -20,6 +20,7 @@ from transformer_jax.errors import ConfigError
 from transformer_jax.layers import UNCONSTRAINED, Constrain, LayerTrace, Stack, apply_stack, init_stack
 from transformer_jax.masks import Mask
 from transformer_jax.moe import MoELosses
+from transformer_jax.numerics import at_precision
 
 
 @struct.dataclass
@@ -91,6 +92,7 @@ def _positions(given: jax.Array | None, tokens: jax.Array) -> jax.Array:
     return jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if given is None else given
 
 
+@at_precision
 def encode(
     params: Transformer,
     config: Config,
@@ -143,6 +145,7 @@ def _embed(
         return constrain(x, "BTD")
 
 
+@at_precision
 def hidden(
     params: Transformer,
     config: Config,
@@ -222,6 +225,7 @@ def hidden(
     return x, Traces(None if source is None else source.attention, seen.attention, seen.cross, experts)
 
 
+@at_precision
 def logits_of(params: Transformer, config: Config, hyper: Hyper, x_BTD: jax.Array) -> jax.Array:
     """Logits [B, T, V] in float32 from `hidden`'s output."""
     with jax.named_scope("unembed"):

@@ -1,14 +1,20 @@
 """One place for the numerics policy: half-precision products accumulate in float32."""
 
 import contextlib
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from transformer_jax.config import Config
+
 HALF = (jnp.bfloat16, jnp.float16)
+P = ParamSpec("P")
+R = TypeVar("R")
 _rows_apart = ContextVar("rows_apart", default=False)
 
 
@@ -23,6 +29,23 @@ def rows_apart() -> Iterator[None]:
         yield
     finally:
         _rows_apart.reset(before)
+
+
+def at_precision(
+    f: Callable[Concatenate[Any, Config, P], R],
+) -> Callable[Concatenate[Any, Config, P], R]:
+    """f(params, config, ...) with its products at `config.matmul_precision`, whatever is set around it.
+
+    Backward passes follow what is traced here, except those of a custom rule: these are traced by jax.grad,
+    and take what is set around that.
+    """
+
+    @functools.wraps(f)
+    def at(params: Any, config: Config, *args: P.args, **kwargs: P.kwargs) -> R:
+        with jax.default_matmul_precision(config.matmul_precision):
+            return f(params, config, *args, **kwargs)
+
+    return at
 
 
 def product(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:

@@ -68,7 +68,7 @@ def token_sums(
     With config.loss_chunks the logits of a part of the positions exist at a time, and are
     computed again in the backward pass. Experts add their losses for each routed token.
     """
-    with jax.default_matmul_precision(config.matmul_precision), constrain.scope():
+    with constrain.scope():
         x, seen = hidden(params, config, hyper, batch, key, constrain=constrain)
 
         def of(x: jax.Array, targets: jax.Array, weights: jax.Array) -> Sums:
@@ -127,7 +127,9 @@ def gradients(
             sums = token_sums(p, config, hyper, part, part_key, constrain)
             return sums.objective, sums
 
-        return jax.grad(objective, has_aux=True)(params)
+        # Backward passes of custom rules are traced here, outside of what the model sets.
+        with jax.default_matmul_precision(config.matmul_precision):
+            return jax.grad(objective, has_aux=True)(params)
 
     if config.accumulation == 1:
         grads, sums = of(batch, key)
@@ -225,8 +227,7 @@ def evaluate_mixture(
     """As `evaluate`, for an ensemble: an id's probability is the mean of the members', as in beam.beam_search."""
 
     def logp(config: Config, hyper: Hyper, params: Transformer, batch: Batch) -> jax.Array:
-        with jax.default_matmul_precision(config.matmul_precision):
-            return jax.nn.log_softmax(forward(params, config, hyper, batch)[0])
+        return jax.nn.log_softmax(forward(params, config, hyper, batch)[0])
 
     def add(i: jax.Array, sums: Sums) -> Sums:
         batch = batch_of(i)
