@@ -183,6 +183,36 @@ def test_keys_and_values_that_only_broadcast_are_refused(which: int, at: str) ->
             attend(*given, masks.window(3), implementation=implementation)
 
 
+@pytest.mark.parametrize("implementation", ["dense", "blockwise", "banded"])
+@pytest.mark.parametrize(
+    ("held", "heads", "N", "words"),
+    [
+        ("bias", 4, 1, "a ALiBi bias of 4 heads in an attention of 1"),
+        ("array", 4, 1, "a DenseBias bias of 4 heads in an attention of 1"),
+        ("t5", 4, 1, "a T5 bias of 4 heads in an attention of 1"),
+        ("mask", 4, 1, "a Dense mask of 4 heads in an attention of 1"),
+        ("sink", 4, 1, r"a sink of shape \(4,\) in an attention of 1 heads"),
+        ("mask", 3, 4, "a Dense mask of 3 heads in an attention of 4"),
+        ("sink", 1, 4, r"a sink of shape \(1,\) in an attention of 4 heads"),
+    ],
+)
+def test_other_heads_than_the_queries_are_refused(
+    implementation: str, held: str, heads: int, N: int, words: str
+) -> None:
+    """They would be stretched, and an output of more heads than queries come back."""
+    ones = jnp.ones((1, heads, T, T))
+    arguments: dict[str, Any] = {
+        "bias": {"bias": relative.alibi(heads)},
+        "array": {"bias": ones},
+        "t5": {"bias": relative.t5(jnp.ones((8, heads)), distance=9, bidirectional=False)},
+        "mask": {"mask": masks.window(3) & masks.dense(ones > 0)},
+        "sink": {"scoring": Scoring(sink_N=jnp.zeros(heads))},
+    }[held]
+    q = jnp.ones((B, T, N, 3))
+    with pytest.raises(ConfigError, match=words):
+        attend(q, q, q, **{"mask": masks.window(3), "implementation": implementation, **arguments})
+
+
 @pytest.mark.parametrize("implementation", ["blockwise", "banded"])
 def test_a2_rows_that_fill_up_the_last_block_reach_no_gradient(implementation: str) -> None:
     """T = 11 in blocks of 4: the twelfth row would see only keys that the bias forbids, and be NaN."""

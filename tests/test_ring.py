@@ -138,6 +138,9 @@ def test_what_it_cannot_do_is_refused_by_name() -> None:
         ({"scoring": Scoring(score_dtype="bfloat16")}, r"half-precision scores \(bfloat16\)"),
         ({"weights": True}, "cannot do weights"),
         ({"mask": masks.dense(jnp.ones((T, 3), bool))}, "a Dense mask of"),
+        ({"mask": masks.dense(jnp.ones((1, 3, T, T), bool))}, "a Dense mask of 3 heads in an attention of 4"),
+        ({"bias": relative.alibi(8)}, "a ALiBi bias of 8 heads in an attention of 4"),
+        ({"scoring": Scoring(sink_N=jnp.zeros(1))}, r"a sink of shape \(1,\) in an attention of 4 heads"),
     ):
         with pytest.raises(ConfigError, match=words):
             attend(q, k, v, **options)

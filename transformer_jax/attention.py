@@ -123,7 +123,7 @@ def attend(
     a position of their own (Mask.at) puts past all queries are multiplied by their weight of 0.
     Raises ConfigError for shapes at odds, and for what the implementation cannot do.
     """
-    (B, T), S = q_BTNH.shape[:2], k_BSKH.shape[1]
+    (B, T, N), S = q_BTNH.shape[:3], k_BSKH.shape[1]
     check_heads(q_BTNH, k_BSKH)
     check_values(q_BTNH, k_BSKH, v_BSKH)
     if not isinstance(mask, Mask | None):
@@ -133,10 +133,10 @@ def attend(
     dropout = None if dropout_rate is None or key is None else Dropout(key, dropout_rate)
     check_normaliser(scoring)
     check_capabilities(implementation, asked(mask, scoring, bias, dropout, weights, T, S))
-    check_sink(scoring)
+    check_sink(scoring, N)
     for part in (mask, bias):
         if part is not None:
-            part.check(T, S, B)
+            part.check(T, S, B, N)
     if implementation == "linear":
         return linear_attention(q_BTNH, k_BSKH, v_BSKH, mask, scoring, block=block)
     rest: Any = {"bias": bias, "dropout": dropout, "block": block}

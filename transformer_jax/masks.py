@@ -141,6 +141,10 @@ class Dense:
         return self.allowed.shape[0]
 
     @property
+    def heads(self) -> int:
+        return self.allowed.shape[1]
+
+    @property
     def shape(self) -> tuple[int, int]:
         return self.allowed.shape[2], self.allowed.shape[3]
 
@@ -177,8 +181,8 @@ class Placed:
                 raise TypeError(f"{side} positions are {table.dtype}: they stay integers")
         return dataclasses.replace(self, q_positions_BT=q_positions_BT, k_positions_BS=k_positions_BS)
 
-    def check(self, T: int, S: int, B: int | None = None) -> None:
-        """Raise ConfigError where a part or a position table does not fit T queries, S keys and B rows."""
+    def check(self, T: int, S: int, B: int | None = None, N: int | None = None) -> None:
+        """Raise ConfigError where a part or a position table does not fit T queries, S keys, B rows and N heads."""
         tables = (("query", self.q_positions_BT, T), ("key", self.k_positions_BS, S))
         for side, table, slots in tables:
             if table is not None and table.shape[1] != slots:
@@ -190,6 +194,9 @@ class Placed:
             if any(n != wanted and not (n == 1 and stretches) for n, wanted in zip(held, (T, S), strict=True)):
                 raise ConfigError(f"{kind} of {tuple(held)} in an attention of {(T, S)}")
             rows += [(kind, part.rows)] if hasattr(part, "rows") else []
+            heads = getattr(part, "heads", 1)
+            if N is not None and heads not in (1, N):
+                raise ConfigError(f"{kind} of {heads} heads in an attention of {N}")
             lengths = known(part.lengths_B) if isinstance(part, Padding) else None
             if lengths is not None and (np.any(lengths < 0) or np.any(lengths > S)):
                 raise ConfigError(f"lengths {lengths.tolist()} of rows with {S} keys")

@@ -88,6 +88,10 @@ class ALiBi:
 
     slopes_N: jax.Array
 
+    @property
+    def heads(self) -> int:
+        return self.slopes_N.shape[0]
+
     def biases(self, block: Block) -> jax.Array:
         """[B or 1, N, T, S]."""
         distance = jnp.abs(_integers(block.k_positions - block.q_positions)).astype(jnp.float32)
@@ -101,6 +105,10 @@ class T5:
     table_CN: jax.Array
     bidirectional: bool = struct.field(pytree_node=False)
     distance: int = struct.field(pytree_node=False)
+
+    @property
+    def heads(self) -> int:
+        return self.table_CN.shape[1]
 
     def biases(self, block: Block) -> jax.Array:
         """[B or 1, N, T, S]."""
@@ -123,6 +131,10 @@ class DenseBias:
     @property
     def rows(self) -> int:
         return self.values.shape[0]
+
+    @property
+    def heads(self) -> int:
+        return self.values.shape[1]
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -52,7 +52,7 @@ def attend(
     it is attention.attend itself, and the compiler's to split.
     Raises ConfigError as attention.attend does, and for what blockwise attention cannot do.
     """
-    T, S, n = q_BTNH.shape[1], k_BSKH.shape[1], mesh.shape[axis]
+    (B, T, N), S, n = q_BTNH.shape[:3], k_BSKH.shape[1], mesh.shape[axis]
     if implementation == "linear" or T % n or S % n:
         given: Any = {"scoring": scoring, "bias": bias, "dropout_rate": dropout_rate, "key": key, "weights": weights}
         given |= {"implementation": implementation, "block": block, "band": band}
@@ -63,13 +63,13 @@ def attend(
     bias = relative.dense(bias) if isinstance(bias, jax.Array) else bias
     dropout = None if dropout_rate is None or key is None else Dropout(key, dropout_rate)
     check_normaliser(scoring)
-    check_sink(scoring)
+    check_sink(scoring, N)
     for feature, detail in attention.asked(mask, scoring, bias, dropout, weights, T, S).items():
         if feature not in attention.CAPABILITIES["blockwise"]:
             raise ConfigError(f"rows split over devices ({axis}:{n}) cannot do {feature}{detail}: leave {axis} out")
     for part in (mask, bias):
         if part is not None:
-            part.check(T, S, q_BTNH.shape[0])
+            part.check(T, S, B, N)
     return ring(q_BTNH, k_BSKH, v_BSKH, mask, scoring, mesh=mesh, axis=axis, bias=bias, dropout=dropout, block=block)
 
 

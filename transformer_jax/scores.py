@@ -199,10 +199,14 @@ def check_normaliser(scoring: Scoring) -> None:
         raise unknown("normaliser", scoring.normaliser, NORMALISERS)
 
 
-def check_sink(scoring: Scoring) -> None:
-    """Raise ConfigError for a sink in a normaliser that has none."""
-    if scoring.sink_N is not None and scoring.normaliser != "softmax":
+def check_sink(scoring: Scoring, N: int) -> None:
+    """Raise ConfigError for a sink in a normaliser that has none, or for another number of heads than N."""
+    if scoring.sink_N is None:
+        return
+    if scoring.normaliser != "softmax":
         raise ConfigError(f"a sink with normaliser {scoring.normaliser}: only softmax has one")
+    if scoring.sink_N.shape != (N,):
+        raise ConfigError(f"a sink of shape {scoring.sink_N.shape} in an attention of {N} heads: one logit a head")
 
 
 def weights_of(scores: jax.Array, allowed: jax.Array | None, scoring: Scoring) -> jax.Array:
