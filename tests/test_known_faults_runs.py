@@ -21,6 +21,7 @@ from transformer_jax.batch import Batch
 from transformer_jax.config import Config, Hyper, with_terms
 from transformer_jax.data import make_task, resolve
 from transformer_jax.encoder_decoder import hidden, init_transformer
+from transformer_jax.errors import ConfigError
 from transformer_jax.saver import Saver
 from transformer_jax.train import TrainState, averaged, batch_key, gradients, init_state, train_step
 
@@ -155,6 +156,27 @@ def test_f4_a_nan_in_one_part_is_applied_as_in_one_big_batch(bad: int) -> None:
     clean = jax.tree.map(lambda x: jnp.concatenate([x, x]), good)
     later, metrics = step(PARTS, new, Hyper(learning_rate=1.0), clean)
     assert np.isnan(metrics["loss"]) and int(later.step) == 2
+
+
+def test_parts_share_what_has_one_row_for_all() -> None:
+    """Positions [1, T], as [B, T] of the same; once they were cut into parts of no row."""
+    state = jit(init_state, static_argnums=0)(PARTS, Hyper(), jax.random.key(0))
+    ids = jax.random.randint(jax.random.key(1), (4, 5), 0, 11)
+    row = jnp.array([[0, 2, 3, 7, 8]])
+    of = jit(gradients, static_argnums=1)
+    one, every = (
+        Batch(ids, ids[:, ::-1], jnp.ones((4, 5)), positions_BT=positions) for positions in (row, jnp.tile(row, (4, 1)))
+    )
+    jax.tree.map(
+        np.testing.assert_array_equal, of(state.params, PARTS, Hyper(), one), of(state.params, PARTS, Hyper(), every)
+    )
+
+
+@pytest.mark.parametrize("B", [1, 3])
+def test_rows_that_accumulation_does_not_divide_are_refused(B: int) -> None:
+    params, ids = init_transformer(jax.random.key(0), PARTS), jnp.zeros((B, 5), jnp.int32)
+    with pytest.raises(ConfigError, match=f"accumulation=2 does not divide a batch of {B} rows"):
+        gradients(params, PARTS, Hyper(), Batch(ids, ids, jnp.ones((B, 5))))
 
 
 def test_f4_a_run_says_at_which_step_it_diverged(tmp_path: Path, capfd: Any) -> None:

@@ -14,6 +14,7 @@ from transformer_jax import keys
 from transformer_jax.batch import Batch
 from transformer_jax.config import Config, Hyper
 from transformer_jax.encoder_decoder import Transformer, forward, hidden, init_transformer, logits_of
+from transformer_jax.errors import ConfigError
 from transformer_jax.layers import UNCONSTRAINED, Constrain
 from transformer_jax.losses import Sums, cross_entropy
 from transformer_jax.optim import clip, global_norm, learning_rate, optimizer
@@ -120,6 +121,7 @@ def gradients(
     With config.accumulation = A the rows are taken in A parts whose *sums* are added and
     divided once: the same number as one big batch, however tokens fall into parts. A part
     whose gradient is not finite is in the sum too: as in the big batch, none is left out.
+    What has one row for all (positions may) is each part's. Raises ConfigError for rows that A does not divide.
     """
 
     def of(part: Batch, part_key: jax.Array | None) -> tuple[Transformer, Sums]:
@@ -135,7 +137,12 @@ def gradients(
         grads, sums = of(batch, key)
     else:
         A = config.accumulation
-        parts = jax.tree.map(lambda x: x.reshape(A, x.shape[0] // A, *x.shape[1:]), batch)
+        B = batch.tokens_BT.shape[0]
+        if B % A:
+            raise ConfigError(f"accumulation={A} does not divide a batch of {B} rows")
+        # What has one row for all has it in each part.
+        whole = jax.tree.map(lambda x: jnp.broadcast_to(x, (A, *x.shape[1:])) if x.shape[0] == 1 else x, batch)
+        parts = jax.tree.map(lambda x: x.reshape(A, x.shape[0] // A, *x.shape[1:]), whole)
 
         def add(carry: tuple[Transformer, Sums], xs: tuple[Batch, jax.Array]) -> tuple[tuple, None]:
             part, i = xs
