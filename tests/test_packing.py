@@ -15,8 +15,9 @@ from transformer_jax.data.packing import documents, first_fit, pack_documents, p
 from transformer_jax.data.rows import Ragged, Rows
 from transformer_jax.data.tasks import END, START
 from transformer_jax.data.text import split_bytes
+from transformer_jax.dependencies import predicted
 from transformer_jax.encoder_decoder import forward, init_transformer
-from transformer_jax.errors import DataError
+from transformer_jax.errors import ConfigError, DataError
 from transformer_jax.losses import cross_entropy
 
 V, T = 23, 11
@@ -92,6 +93,26 @@ def test_f16_packed_pairs_keep_together(lengths):
     assert sorted(both) == sorted((s, [START, *answer], [*answer, END]) for s, answer in zip(sources, y, strict=True))
     used = (batch.segments_BT > 0).sum(axis=1), (batch.source_segments_BS > 0).sum(axis=1)
     np.testing.assert_array_equal((batch.lengths_B, batch.source_lengths_B), used)
+
+
+@pytest.mark.parametrize(
+    ("absent", "words"),
+    [
+        ("segments_BT", "source_segments_BS and no segments_BT"),
+        ("source_segments_BS", "segments_BT and no source_segments_BS"),
+    ],
+)
+def test_segments_of_one_side_are_refused(absent: str, words: str):
+    """Every document would see those of the other side."""
+    config = Config(architecture="encoder_decoder", vocab_size=V, d_model=8, num_heads=2, num_layers=1, seq_len=4)
+    ids, parts = jnp.zeros((1, 4), jnp.int32), jnp.array([[1, 1, 2, 2]])
+    both = Batch(ids, ids, jnp.ones((1, 4)), segments_BT=parts, source_BS=ids, source_segments_BS=parts)
+    one = both.replace(**{absent: None})
+    params = init_transformer(jax.random.key(0), config)
+    for see in (lambda batch: forward(params, config, Hyper(), batch), lambda batch: predicted(config, Hyper(), batch)):
+        jax.eval_shape(see, both)
+        with pytest.raises(ConfigError, match=words):
+            jax.eval_shape(see, one)
 
 
 def test_a_pair_that_no_row_holds():

@@ -22,10 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax import masks
 from transformer_jax.batch import Batch
 from transformer_jax.config import Config, Hyper
-from transformer_jax.encoder_decoder import Nudge, Transformer, decoder_mask, hidden
+from transformer_jax.encoder_decoder import Nudge, Transformer, cross_mask, decoder_mask, hidden
 from transformer_jax.errors import ConfigError
 
 
@@ -124,9 +123,7 @@ def predicted(config: Config, hyper: Hyper, batch: Batch) -> Pattern:
         positions_BT=batch.source_positions_BS,
         segments_BT=batch.source_segments_BS,
     )
-    look = masks.cross(batch.source_lengths_B)
-    if batch.segments_BT is not None and batch.source_segments_BS is not None:
-        look = look & masks.segments(batch.segments_BT, batch.source_segments_BS)
+    look = cross_mask(batch)
     encoded = reach(decoder_mask(both_ways, hyper, source).dense(S, S), config.encoder_layers)
     across = reach_source(allowed, look.dense(T, S), encoded, layers)
     return Pattern(target, jnp.broadcast_to(across, (B, T, S)), rows)

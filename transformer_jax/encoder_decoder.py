@@ -88,6 +88,21 @@ def decoder_mask(config: Config, hyper: Hyper, batch: Batch) -> Mask:
     return masks.from_config(config, hyper) & rows
 
 
+def cross_mask(batch: Batch) -> Mask:
+    """What the decoder may see of the source: real tokens, within segments.
+
+    Raises ConfigError where only one side has segments: documents of the other would all be seen.
+    """
+    look, own, source = masks.cross(batch.source_lengths_B), batch.segments_BT, batch.source_segments_BS
+    if own is not None and source is not None:
+        return look & masks.segments(own, source)
+    if own is not None:
+        raise ConfigError("a batch with segments_BT and no source_segments_BS: a packed batch has both")
+    if source is not None:
+        raise ConfigError("a batch with source_segments_BS and no segments_BT: a packed batch has both")
+    return look
+
+
 def _positions(given: jax.Array | None, tokens: jax.Array) -> jax.Array:
     return jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if given is None else given
 
@@ -163,7 +178,8 @@ def hidden(
     key None: no dropout (evaluation). probe: added in the decoder's (an encoder-only
     model's encoder's) self-attention. nudge: added to the embedded tokens. trace: keep weights
     and scores, O(L N T S) memory, which only dense attention has.
-    Raises ConfigError where the batch lacks the architecture's inputs, and for packed rows with experts' slots.
+    Raises ConfigError where the batch lacks the architecture's inputs or only one side of it is packed, and for
+    packed rows with experts' slots.
     """
 
     def part(name: str) -> jax.Array | None:
@@ -179,6 +195,7 @@ def hidden(
     if config.architecture == "encoder_decoder":
         if batch.source_BS is None:
             raise ConfigError("architecture=encoder_decoder needs a batch with source_BS")
+        memory_mask = cross_mask(batch)
         memory, source = encode(
             params,
             config,
@@ -192,9 +209,6 @@ def hidden(
             trace=trace,
             constrain=constrain,
         )
-        memory_mask = masks.cross(batch.source_lengths_B)
-        if batch.source_segments_BS is not None and batch.segments_BT is not None:
-            memory_mask = memory_mask & masks.segments(batch.segments_BT, batch.source_segments_BS)
     if config.architecture == "encoder":
         stack, mask = params.encoder, _row_mask(batch.positions_BT, batch.segments_BT, batch.lengths_B)
     else:
