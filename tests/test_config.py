@@ -21,7 +21,8 @@ from transformer_jax.presets import PRESETS, preset
         ({"num_layers": 0}, "num_layers=0 is out of range: at least 1"),
         ({"d_model": -4}, "d_model=-4 is out of range: at least 1"),
         ({"rope_fraction": 1.5}, "rope_fraction=1.5 is out of range: at least 0 and at most 1"),
-        ({"norm_epsilon": float("nan")}, "norm_epsilon=nan is out of range: at least 0"),
+        ({"norm_epsilon": float("nan")}, "norm_epsilon=nan is out of range: at least 1e-20"),
+        ({"norm_epsilon": 0.0}, "norm_epsilon=0 is out of range: at least 1e-20"),
         ({"norm_epsilon": float("inf")}, "norm_epsilon=inf is out of range"),
         ({"num_layers": 2.5}, "num_layers=2.5: not a whole number"),
         ({"num_layers": True}, "num_layers=True: not a whole number"),
@@ -197,8 +198,8 @@ def test_round_trip_through_json() -> None:
     assert from_dict(Hyper, json.loads(json.dumps(to_dict(h)))) == h
     assert set(to_dict(c)) == {f.name for f in dataclasses.fields(Config)}
     # p4: a false, a zero and an empty string are values.
-    plain = from_dict(Config, {"scale_embeddings": False, "norm_epsilon": 0.0, "text": ""})
-    assert (plain.scale_embeddings, plain.norm_epsilon) == (False, 0.0)
+    plain = from_dict(Config, {"scale_embeddings": False, "rope_fraction": 0.0, "text": ""})
+    assert (plain.scale_embeddings, plain.rope_fraction) == (False, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,14 @@ def test_d2_constant_row(D: int, dtype: jnp.dtype) -> None:
         np.testing.assert_allclose(slope[0, 0], want - want.mean(), rtol=1e-4, atol=1e-2)
 
 
+@pytest.mark.parametrize("kind", NORMS)
+def test_a_constant_row_is_finite_at_the_least_epsilon(kind: str) -> None:
+    low = Config.__dataclass_fields__["norm_epsilon"].metadata["low"]
+    p, c, x = init_norm(config(kind)), config(kind, epsilon=low), jnp.zeros((1, 2, 7))
+    y, slope = jax.value_and_grad(lambda x: jnp.sum(norm(p, x, c) ** 2))(x)
+    assert y == 0 and np.all(np.asarray(slope) == 0)
+
+
 def test_d3_float16_is_squared_in_float32() -> None:
     p = Norm(jnp.ones(7), None)
     large = norm(p, jnp.full((1, 1, 7), 300.0, jnp.float16), config("rmsnorm"))
@@ -114,8 +122,8 @@ def test_c02_scale_cancels_but_for_epsilon() -> None:
         return np.asarray(norm(p, jnp.asarray(c * x), config("rmsnorm", 64, epsilon)))
 
     np.testing.assert_allclose(of(100.0, 1e-6), of(1.0, 1e-6), atol=1e-5)
-    np.testing.assert_allclose(of(1e-3, 0.0), of(1.0, 0.0), atol=1e-5)
-    np.testing.assert_allclose(of(-1.0, 0.0), -of(1.0, 0.0), atol=1e-6)
+    np.testing.assert_allclose(of(1e-3, 1e-15), of(1.0, 1e-15), atol=1e-5)
+    np.testing.assert_allclose(of(-1.0, 1e-15), -of(1.0, 1e-15), atol=1e-6)
     assert np.max(np.abs(of(1e-3, 1e-6) - of(1.0, 1e-6))) > 0.5
 
 

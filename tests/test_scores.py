@@ -206,7 +206,7 @@ def test_a1_an_empty_row_is_0_whatever_its_sink(implementation: str) -> None:
 
 def test_h03_qk_norm_makes_scores_cosines() -> None:
     """With scale 1 a score is H**(1 - exponent) times the cosine: longer inputs change nothing."""
-    config = Config(d_model=12, num_heads=3, qk_norm=True, positions="none", norm_epsilon=0.0)
+    config = Config(d_model=12, num_heads=3, qk_norm=True, positions="none", norm_epsilon=1e-12)
     params = init_attention(jax.random.key(0), config)
     x, mask = jax.random.normal(jax.random.key(1), (1, 5, 12)), masks.causal()
     run = jit(lambda x, p: attention(p, x, x, mask, config, Hyper(), trace=True)[1])

@@ -95,7 +95,8 @@ class Config:
     expert_capacity: float = _number(1.25, "slots of an expert in a row over its fair share; 0: none dropped", low=0.0)
     norm: str = _one_of("layernorm", NORMS, "normalisation")
     norm_placement: str = _one_of("pre", PLACEMENTS, "where the norms stand")
-    norm_epsilon: float = _number(1e-5, "epsilon inside the root", low=0.0)
+    # Its power of -3/2, in the gradient of a constant row, must be finite in float32.
+    norm_epsilon: float = _number(1e-5, "epsilon inside the root", low=1e-20)
     positions: str = _one_of("rope", POSITIONS, "how positions enter")
     rope_layout: str = _one_of("half", ROPE_LAYOUTS, "which coordinates RoPE pairs")
     rope_fraction: float = _number(1.0, "part of a head that RoPE turns", low=0.0, high=1.0)

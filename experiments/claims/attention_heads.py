@@ -136,7 +136,7 @@ def angles() -> Numbers:
     table = [[size * cosine, size * math.sqrt(1 - cosine**2)] for _, cosine, size in keys.values()]
     q, k = one_head(np.array([[1.0, 0.0]], np.float32), np.array(table, np.float32))
     # With the identity as projections and unit scales, the norm makes every query and key √2 long.
-    config, eye = Config(d_model=2, num_heads=1, qk_norm=True, norm_epsilon=0.0), jnp.eye(2)
+    config, eye = Config(d_model=2, num_heads=1, qk_norm=True, norm_epsilon=1e-12), jnp.eye(2)
     params = drawn(init_attention, config, 1.0).replace(
         wq_DNH=eye[:, None], wk_DKH=eye[:, None], q_scale_H=jnp.ones(2), k_scale_H=jnp.ones(2)
     )
