@@ -12,7 +12,7 @@ import pytest
 
 from tests import reference
 from tests.quick import jit
-from transformer_jax import masks
+from transformer_jax import masks, ring, sharding
 from transformer_jax.attention import (
     Attention,
     attend,
@@ -313,6 +313,15 @@ def test_a_bias_is_stretched_over_rows_heads_and_queries() -> None:
     assert np.any(np.asarray(whole) != np.asarray(attend(q, k, v)))
     for shape in ((1, 1, 1, S), (1, 1, T, S), (T, S)):
         np.testing.assert_array_equal(attend(q, k, v, bias=jnp.broadcast_to(row, shape)), whole)
+
+
+def test_a_bias_of_numpy_is_an_array_too() -> None:
+    q, k, v = inputs()
+    bias = np.random.default_rng(0).normal(size=(1, N, T, S)).astype(np.float32)
+    mesh = sharding.make_mesh(sharding.parse_mesh("seq:1"))
+    for of in (attend, functools.partial(ring.attend, mesh=mesh)):
+        one, other = (jit(functools.partial(of, bias=b))(q, k, v) for b in (bias, jnp.asarray(bias)))
+        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("shape", [(S,), (1, T, S), (1, 1, S, T), (3, 1, T, S)])

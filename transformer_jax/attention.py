@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax.typing import ArrayLike
 
@@ -100,7 +101,7 @@ def attend(
     mask: Mask | None = None,
     *,
     scoring: Scoring = PLAIN,
-    bias: Bias | jax.Array | None = None,
+    bias: Bias | jax.Array | np.ndarray | None = None,
     dropout_rate: ArrayLike | None = None,
     key: jax.Array | None = None,
     weights: bool = False,
@@ -129,7 +130,7 @@ def attend(
     if not isinstance(mask, Mask | None):
         raise ConfigError(f"a mask of type {type(mask).__name__}: wrap an array with masks.dense()")
     mask = masks.full() if mask is None else mask
-    bias = relative.dense(bias) if isinstance(bias, jax.Array) else bias
+    bias = bias if isinstance(bias, Bias | None) else relative.dense(bias)
     dropout = None if dropout_rate is None or key is None else Dropout(key, dropout_rate)
     check_normaliser(scoring)
     check_capabilities(implementation, asked(mask, scoring, bias, dropout, weights, T, S))

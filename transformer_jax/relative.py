@@ -187,7 +187,7 @@ def t5(table_CN: jax.Array, *, distance: int, bidirectional: bool) -> Bias:
     return Bias((T5(table_CN, bidirectional, distance),))
 
 
-def dense(values: jax.Array) -> Bias:
+def dense(values: jax.Array | np.ndarray) -> Bias:
     """Any array of numbers, [T, S] or [B or 1, N or 1, T or 1, S or 1], added as it stands.
 
     Raises ConfigError for booleans, which are a mask, and for another number of axes.

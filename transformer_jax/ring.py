@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from einops import rearrange
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike
@@ -38,7 +39,7 @@ def attend(
     mesh: Mesh,
     axis: str = "seq",
     scoring: Scoring = PLAIN,
-    bias: Bias | jax.Array | None = None,
+    bias: Bias | jax.Array | np.ndarray | None = None,
     dropout_rate: ArrayLike | None = None,
     key: jax.Array | None = None,
     weights: bool = False,
@@ -60,7 +61,7 @@ def attend(
     check_heads(q_BTNH, k_BSKH)
     check_values(q_BTNH, k_BSKH, v_BSKH)
     mask = masks.full() if mask is None else mask
-    bias = relative.dense(bias) if isinstance(bias, jax.Array) else bias
+    bias = bias if isinstance(bias, Bias | None) else relative.dense(bias)
     dropout = None if dropout_rate is None or key is None else Dropout(key, dropout_rate)
     check_normaliser(scoring)
     check_sink(scoring, N)
