@@ -57,6 +57,7 @@ def test_values_out_of_range_are_refused(changes: dict, message: str) -> None:
         ({"positions": "learned", "seq_len": 17, "max_positions": 16}, "seq_len=17 .* max_positions=16"),
         ({"d_model": 12, "num_heads": 4}, "RoPE turns pairs: head_dim=3 x rope_fraction=1.0 = 3 is odd"),
         ({"d_model": 16, "num_heads": 4, "rope_fraction": 0.25}, "= 1 is odd"),
+        ({"head_dim": 8, "rope_fraction": 0.1}, "RoPE turns nothing: head_dim=8 x rope_fraction=0.1 is below 1"),
         ({"positions": "sinusoidal", "d_model": 7, "num_heads": 7}, "even d_model, not 7"),
         ({"schedule": "cosine", "steps": 10, "warmup_steps": 11}, "warmup_steps=11 is past steps=10"),
         ({"schedule": "wsd", "steps": 10, "warmup_steps": 6, "decay_steps": 5}, "warmup_steps=6 .* decay_steps=5"),

@@ -189,6 +189,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "id 5 at 1 is outside the vocabulary of 5": (
         {"architecture": "encoder_decoder", "source_vocab_size": 5}, {"sources": [[1, 5]]}),
     "max_new_tokens=0 is out of range": ({}, {"max_new_tokens": 0}),
+    "piece=-3 is out of range: at least 0": ({}, {"piece": -3}),
     "prompt 0 is empty": ({}, {"prompts": [[]]}),
     "no prompts": ({}, {"prompts": []}),
     "id 11 at 1 is outside the vocabulary of 11": ({}, {"prompts": [[0, 11]]}),

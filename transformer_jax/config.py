@@ -188,6 +188,8 @@ class Config:
             raise ConfigError(f"accumulation={self.accumulation} does not divide batch_size={self.batch_size}")
         if self.positions == "learned" and self.seq_len > self.P:
             raise ConfigError(f"seq_len={self.seq_len} is past the position table: max_positions={self.P}")
+        if self.positions == "rope" and self.rope_fraction and not self.rotated:
+            raise ConfigError(f"RoPE turns nothing: head_dim={self.H} x rope_fraction={self.rope_fraction} is below 1")
         if self.positions == "rope" and self.rotated % 2:
             raise ConfigError(
                 f"RoPE turns pairs: head_dim={self.H} x rope_fraction={self.rope_fraction} = {self.rotated} is odd"

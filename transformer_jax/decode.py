@@ -363,6 +363,8 @@ def check_request(
     check_sampler(sampler, config.V)
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens={max_new_tokens} is out of range: at least 1")
+    if piece < 0:
+        raise ConfigError(f"piece={piece} is out of range: at least 0")
     if (config.architecture == "encoder_decoder") != (sources is not None):
         raise ConfigError(f"architecture={config.architecture} {'needs' if sources is None else 'has no'} sources")
     _check_rows("prompt", prompts, config.V)
