@@ -172,6 +172,17 @@ def test_parts_share_what_has_one_row_for_all() -> None:
     )
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_batch_without_counted_tokens_moves_nothing(parts: int) -> None:
+    """Routers have losses of tokens that do not count: their sum was divided by nearly nothing."""
+    config = PARTS.replace(num_experts=2, accumulation=parts)
+    state = jit(init_state, static_argnums=0)(config, Hyper(), jax.random.key(0))
+    ids = jax.random.randint(jax.random.key(1), (4, 5), 0, 11)
+    new, metrics = jit(train_step, static_argnums=0)(config, state, Hyper(), Batch(ids, ids, jnp.zeros((4, 5))))
+    jax.tree.map(np.testing.assert_array_equal, new.params, state.params)
+    assert metrics["grad_norm"] == metrics["objective"] == metrics["loss"] == 0 < metrics["load_balance"]
+
+
 @pytest.mark.parametrize("B", [1, 3])
 def test_rows_that_accumulation_does_not_divide_are_refused(B: int) -> None:
     params, ids = init_transformer(jax.random.key(0), PARTS), jnp.zeros((B, 5), jnp.int32)

@@ -41,6 +41,11 @@ class Sums:
         return cls(*(jnp.zeros(()) for _ in range(5)), experts=MoELosses.zero() if experts else None)
 
     @property
+    def divisor(self) -> jax.Array:
+        """What makes a mean of a sum: the count; where nothing counts infinity, and the mean is 0."""
+        return jnp.where(self.count > 0, jnp.maximum(self.count, 1e-9), jnp.inf)
+
+    @property
     def loss(self) -> jax.Array:
         """Mean cross-entropy in nats per counted token; 0 where nothing counts."""
         return self.nats / jnp.maximum(self.count, 1e-9)

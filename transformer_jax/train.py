@@ -116,7 +116,7 @@ def gradients(
     key: jax.Array | None = None,
     constrain: Constrain = UNCONSTRAINED,
 ) -> tuple[Transformer, Sums]:
-    """Gradient of the mean objective over the whole batch, and the sums.
+    """Gradient of the mean objective over the whole batch, and the sums; 0 where no token counts.
 
     With config.accumulation = A the rows are taken in A parts whose *sums* are added and
     divided once: the same number as one big batch, however tokens fall into parts. A part
@@ -151,8 +151,7 @@ def gradients(
 
         zero = (jax.tree.map(jnp.zeros_like, params), Sums.zero(config.E > 0))
         (grads, sums), _ = jax.lax.scan(add, zero, (parts, jnp.arange(A)))
-    count = jnp.maximum(sums.count, 1e-9)
-    return jax.tree.map(lambda g: g / count.astype(g.dtype), grads), sums
+    return jax.tree.map(lambda g: g / sums.divisor.astype(g.dtype), grads), sums
 
 
 def train_step(
@@ -179,7 +178,7 @@ def train_step(
     params: Any = optax.apply_updates(cast(Any, state.params), updates)
     metrics = {
         "loss": sums.loss,
-        "objective": sums.objective / jnp.maximum(sums.count, 1e-9),
+        "objective": sums.objective / sums.divisor,
         "accuracy": sums.accuracy,
         "grad_norm": norm,
         "learning_rate": learning_rate(config, hyper, state.step),
