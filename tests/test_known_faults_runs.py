@@ -183,6 +183,20 @@ def test_a_batch_without_counted_tokens_moves_nothing(parts: int) -> None:
     assert metrics["grad_norm"] == metrics["objective"] == metrics["loss"] == 0 < metrics["load_balance"]
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a4_float16_gradients_of_many_tokens_do_not_overflow(parts: int) -> None:
+    """All are of one id and target, so that nothing cancels: the sum over 200,000 of them is past 65,504."""
+    config = PARTS.replace(seq_len=4, batch_size=50_000, accumulation=parts)
+    params, ids = init_transformer(jax.random.key(0), config), jnp.full((50_000, 4), 3, jnp.int32)
+    of, batch = jit(gradients, static_argnums=1), Batch(ids, ids + 1, jnp.ones((50_000, 4)))
+    half, sums = of(params, config.replace(compute_dtype="float16"), Hyper(), batch)
+    want, whole = of(params, config, Hyper(), batch)
+    largest = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(want))
+    assert largest * 200_000 / parts > 65_504
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=0.01 * largest), half, want)
+    np.testing.assert_allclose(sums.objective, whole.objective, rtol=1e-2)
+
+
 @pytest.mark.parametrize("B", [1, 3])
 def test_rows_that_accumulation_does_not_divide_are_refused(B: int) -> None:
     params, ids = init_transformer(jax.random.key(0), PARTS), jnp.zeros((B, 5), jnp.int32)
