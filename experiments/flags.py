@@ -211,7 +211,7 @@ def parse(argv: Sequence[str], uses: dict[str, Sequence[str]]) -> tuple[Settings
     settings: dict[str, Any] = {}
     for name, (kind, _, _, least) in RUN_FLAGS.items():
         value: Any = values[name].value
-        if kind in ("int", "float") and not value >= least:  # nan is not, either
+        if kind in ("int", "float") and (value < least or (math.isnan(value) and least > -math.inf)):
             raise UserError(f"--{name}={value} is out of range: at least {least:g}")
         settings[name] = value
     for name, choices in CHOICES.items():

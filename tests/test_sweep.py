@@ -17,7 +17,7 @@ from experiments import grid, program, results
 from experiments.grid import Arm, Run
 from experiments.interrupt import Stopper
 from experiments.sweep import Outcome, Question, RunResult, plan, run_sweep
-from transformer_jax import train
+from transformer_jax import sharding, train
 from transformer_jax.config import Config, Hyper
 from transformer_jax.data import make_task, resolve
 from transformer_jax.errors import ConfigError
@@ -114,6 +114,7 @@ def test_the_number_of_devices_leaves_no_trace(whole: Outcome) -> None:
     keys = jax.numpy.stack([program.run_key(run.seed) for run in group.runs])
     one = made.empty(jax.tree.map(lambda x: x[0], hypers), keys[0])
     states = jax.tree.map(lambda x: np.zeros((12, *x.shape), x.dtype), one)
+    states, hypers, keys = sharding.place_runs((states, hypers, keys), made.mesh)
     _, (record, _) = made.call(states, hypers, keys, np.int32(0), np.int32(TINY.steps), np.bool_(True), task.data)
     for r, run in enumerate(group.runs):
         np.testing.assert_array_equal(record["loss"][r], whole.results[run].loss)

@@ -89,17 +89,16 @@ def decoder_mask(config: Config, hyper: Hyper, batch: Batch) -> Mask:
 
 
 def cross_mask(batch: Batch) -> Mask:
-    """What the decoder may see of the source: real tokens, within segments.
+    """What the decoder may see of the source: real tokens, within segments; without source_segments_BS all documents
+    of a row are of one source.
 
-    Raises ConfigError where only one side has segments: documents of the other would all be seen.
+    Raises ConfigError where only the source has segments: a target of one document would see all of them.
     """
     look, own, source = masks.cross(batch.source_lengths_B), batch.segments_BT, batch.source_segments_BS
     if own is not None and source is not None:
         return look & masks.segments(own, source)
-    if own is not None:
-        raise ConfigError("a batch with segments_BT and no source_segments_BS: a packed batch has both")
     if source is not None:
-        raise ConfigError("a batch with source_segments_BS and no segments_BT: a packed batch has both")
+        raise ConfigError("a batch with source_segments_BS and no segments_BT: which segment is the target's?")
     return look
 
 
@@ -178,8 +177,8 @@ def hidden(
     key None: no dropout (evaluation). probe: added in the decoder's (an encoder-only
     model's encoder's) self-attention. nudge: added to the embedded tokens. trace: keep weights
     and scores, O(L N T S) memory, which only dense attention has.
-    Raises ConfigError where the batch lacks the architecture's inputs or only one side of it is packed, and for
-    packed rows with experts' slots.
+    Raises ConfigError where the batch lacks the architecture's inputs or its source alone is packed, and for packed
+    rows with experts' slots.
     """
 
     def part(name: str) -> jax.Array | None:
