@@ -142,7 +142,7 @@ def numbers(case: Case, config: Config, values: Any, plain: bool = False) -> dic
         if not plain and config is case.config:
             stack, mask = params.decoder or params.encoder, self_mask(config, hyper, batch)
             first = jax.tree.map(lambda w: w[0], stack.layers.attention)
-            way, bias = implementation_for(config, mask), position_bias(stack, config, mask)
+            way, bias = implementation_for(config, mask, x_BTD.shape[1]), position_bias(stack, config, mask)
             layer = attention_module.attention(
                 first, x_BTD, x_BTD, mask, config, hyper, bias=bias, implementation=way
             )  # fmt: skip

@@ -115,9 +115,9 @@ def test_final_softcap_bounds_the_logits() -> None:
 
 def test_banded_attention_is_for_windows() -> None:
     config = small(attention_implementation="banded", mask="window")
-    assert implementation_for(config, masks.window(3)) == "banded"
-    assert implementation_for(config, masks.padding(jnp.array([3]))) == "dense"
-    assert implementation_for(config.replace(attention_implementation="linear"), masks.full()) == "linear"
+    assert implementation_for(config, masks.window(3), 9) == "banded"
+    assert implementation_for(config, masks.padding(jnp.array([3])), 9) == "dense"
+    assert implementation_for(config.replace(attention_implementation="linear"), masks.full(), 9) == "linear"
     config = config.replace(architecture="encoder_decoder")
     hyper = Hyper(window=3)
     got = logits(with_terms(config, [hyper]), batch(config), hyper)

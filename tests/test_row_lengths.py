@@ -53,3 +53,14 @@ def test_one_row_of_segments_serves_rows_of_other_lengths() -> None:
     real = jnp.array([[True] * 5, [True] * 4 + [False]])
     np.testing.assert_array_equal(lengths_of(places, real, ids), [[2, 2, 3, 3, 3], [2, 2, 2, 2, 2]])
     np.testing.assert_array_equal(lengths_of(places, None, jnp.array([[7, 7, 3, 3, 3], [0] * 5]))[1], [3] * 5)
+
+
+def test_rows_shorter_than_the_window_are_read_as_by_dense_attention() -> None:
+    """A batch of short texts is no wider than they are."""
+    window = {"mask": "window", "attention_implementation": "banded", "seq_len": 2 * T}
+    config, hyper = SMALL.replace(**window, band=T + 1), HYPER.replace(window=T + 1)
+    p, b = parameters(config), batch(3)
+    dense = config.replace(attention_implementation="dense", band=0)
+    np.testing.assert_array_equal(logits_of(config, p, hyper, b), logits_of(dense, p, hyper, b))
+    known = jax.jit(lambda p: forward(p, config.replace(band=0), hyper, b)[0])(p)
+    np.testing.assert_allclose(known, logits_of(dense, p, hyper, b), atol=2e-6)

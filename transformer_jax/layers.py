@@ -208,7 +208,7 @@ def _apply_layer(
             hyper,
             turn=turn,
             bias=bias,
-            implementation=implementation_for(config, mask),
+            implementation=implementation_for(config, mask, y.shape[1]),
             key=part("attention"),
             probe=probe,
             trace=trace,
@@ -230,7 +230,7 @@ def _apply_layer(
             memory_mask,
             config,
             hyper,
-            implementation=implementation_for(config, memory_mask),
+            implementation=implementation_for(config, memory_mask, queries.shape[1]),
             key=part("cross"),
             trace=trace,
         )
@@ -252,10 +252,14 @@ def _apply_layer(
     return x, LayerTrace(traces.get("self"), traces.get("cross"), traces.get("experts"), traces.get("added"))
 
 
-def implementation_for(config: Config, mask: Mask) -> str:
-    """The config's implementation; where banded attention meets a mask without a window, dense."""
-    windowed = any(isinstance(part, masks.Window) for part in mask.parts)
-    return "dense" if config.attention_implementation == "banded" and not windowed else config.attention_implementation
+def implementation_for(config: Config, mask: Mask, T: int) -> str:
+    """The config's implementation; where banded attention meets a mask without a window, or rows of T that are
+    shorter than it, as batches of short texts are, dense."""
+    widths = [part.width for part in mask.parts if isinstance(part, masks.Window)]
+    fixed = [int(number) for width in widths if (number := masks.known(width)) is not None]
+    beyond = (config.band or min(fixed, default=0)) > T
+    banded = config.attention_implementation == "banded"
+    return "dense" if banded and (not widths or beyond) else config.attention_implementation
 
 
 def position_bias(stack: Stack, config: Config, mask: Mask) -> relative.Bias | None:
