@@ -18,6 +18,7 @@ from transformer_jax.config import INTEGER_HYPER, TERMS, Config, Hyper, check_va
 from transformer_jax.errors import ConfigError, UserError
 from transformer_jax.presets import NUMBERS, PRESETS, preset
 
+LARGEST = 2**63 - 1  # that a seed may be, and more than any number of steps or rows
 # name -> (kind, default, help, least value)
 RUN_FLAGS: dict[str, tuple[str, Any, str, float]] = {
     "seeds": ("int", 0, "independent repetitions of every arm; 0: the experiment's own number", 0),
@@ -211,8 +212,10 @@ def parse(argv: Sequence[str], uses: dict[str, Sequence[str]]) -> tuple[Settings
     settings: dict[str, Any] = {}
     for name, (kind, _, _, least) in RUN_FLAGS.items():
         value: Any = values[name].value
-        if kind in ("int", "float") and (value < least or (math.isnan(value) and least > -math.inf)):
+        if kind in ("int", "float") and not (value >= least or least == -math.inf):  # nan is none of these
             raise UserError(f"--{name}={value} is out of range: at least {least:g}")
+        if kind == "int" and value > LARGEST:
+            raise UserError(f"--{name}={value} is out of range: at most {LARGEST}")
         settings[name] = value
     for name, choices in CHOICES.items():
         if settings[name] not in choices:

@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -217,8 +218,6 @@ def test_the_loss_of_an_ensemble_is_of_pairs_that_fit_every_model(
 
 def test_letters_in_any_form_are_right_where_outputs_are_composed() -> None:
     """A target of nfd is written composed: a reference in decomposed form is the same text."""
-    from types import SimpleNamespace
-
     translator: Any = SimpleNamespace(tokenizers=SimpleNamespace(target=SimpleNamespace(kind="nfd")))
     decomposed = "e\u0301te\u0301"
     assert evaluating._sides(translator, [("x", [decomposed])]) == (["x"], [["été"]])

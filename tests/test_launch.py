@@ -81,6 +81,8 @@ MISTAKES = {
     "--experiment=train --seeds=3": "--seeds has no effect in --experiment=train",
     "--experiment=train --minutes=-1": "--minutes=-1.0 is out of range",
     "--experiment=train --minutes=nan": "--minutes=nan is out of range",
+    "--experiment=train --seed=9223372036854775808": "--seed=9223372036854775808 is out of range: at most",
+    "--experiment=train --task=copy --steps=3000000000": "steps=3000000000 is out of range",
     "--experiment=train --terms=dropuot": "did you mean dropout",
     "--experiment=train --positions=learned --seq_len=2000": "seq_len=2000 is past the position table",
     "--experiment=train --text=none.txt": "none.txt",

@@ -8,18 +8,17 @@ import numpy as np
 import pytest
 
 import launch
-from experiments import ablation, flags, observed
+from experiments import ablation, flags, observed, plots
 from experiments.grid import Arm, Run
 from experiments.interrupt import Stopper
+from experiments.sections import Section
 from experiments.sweep import Question, RunResult, at_common_marks, run_sweep
 from experiments.train import came_from
 from experiments.workdir import WorkdirError, open_workdir
 from transformer_jax.config import Config, Hyper
 from transformer_jax.data import make_task, resolve
 
-SMALL = (
-    "--d_model=8", "--d_ff=8", "--seq_len=8", "--batch_size=2", "--task=copy", "--num_heads=1",
-)  # fmt: skip
+SMALL = ("--d_model=8", "--d_ff=8", "--seq_len=8", "--batch_size=2", "--task=copy", "--num_heads=1")
 
 
 def asked(folder: Path, *line: str, sweep: str = "head_dim=8;dk_exponent=0.5;learning_rate=1e-3") -> int:
@@ -120,17 +119,20 @@ def test_a_question_that_cannot_be_measured_makes_no_file(
     assert not (tmp_path / "w").exists()
 
 
-def test_arms_of_fewer_layers_are_drawn_with_their_own(tmp_path: Path) -> None:
-    from experiments.sections import Section
-
+def test_each_arm_is_drawn_with_its_own_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     arms = [
-        {"name": name, "observed": {"marks": [0, 1], "x": [[float(layer) for layer in range(L)]] * 2}}
+        {"name": name, "observed": {"marks": [0, 1], "x": [[10.0 * m + layer for layer in range(L)] for m in (0, 1)]}}
         for name, L in (("two", 2), ("one", 1), ("three", 3))
     ]
+    drawn: dict[str, list[float]] = {}
+    monkeypatch.setattr(plots, "lines", lambda path, marks, series, **_: drawn.update(series))
     section = observed.over_training(arms, "x", Section("t", "s", (), []))
     assert section.figure is not None
     section.figure[1](tmp_path / "x.png")
-    assert (tmp_path / "x.png").stat().st_size > 0
+    wanted = {
+        f"{name}, layer {n + 1}": [n, 10 + n] for name, L in (("two", 2), ("one", 1), ("three", 3)) for n in range(L)
+    }
+    assert drawn == wanted
 
 
 def test_losses_are_of_one_question_where_the_tokens_are(tmp_path: Path) -> None:

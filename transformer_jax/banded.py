@@ -27,21 +27,25 @@ from transformer_jax.scores import Scoring
 QUERIES = 512  # at most, in a group of blocks
 
 
+def known_width(mask: Mask) -> int:
+    """The narrowest of a mask's windows whose width is a number already; 0 where there is none."""
+    widths = [known(part.width) for part in mask.parts if isinstance(part, Window)]
+    return min((int(width) for width in widths if width is not None), default=0)
+
+
 def width_of(mask: Mask, band: int, T: int) -> int:
     """Static number of keys that a query reaches on one side, its own included.
 
     band: asked for, 0 if not. Raises ConfigError without a window, for a traced window without
     a band, and for a band that is too narrow for the window or beyond T.
     """
-    widths = [part.width for part in mask.parts if isinstance(part, Window)]
-    if not widths:
+    if not any(isinstance(part, Window) for part in mask.parts):
         raise ConfigError("banded attention needs a window mask: masks.window(width), or another implementation")
-    fixed = [int(number) for width in widths if (number := known(width)) is not None]
-    needed = min(fixed) if fixed else None
-    if needed is None and not band:
+    needed = known_width(mask)
+    width = band or needed
+    if not width:
         raise ConfigError("banded attention of a traced window needs `band`, the widest that it may become")
-    width = band or needed or 0
-    if needed is not None and width < needed:
+    if width < needed:
         raise ConfigError(f"band={band} is narrower than the window of {needed}")
     if width > T:
         raise ConfigError(f"a window of {width} in a row of {T}: dense attention does the same for less")

@@ -134,7 +134,7 @@ class Config:
     # --- optimisation --------------------------------------------------------
     optimizer: str = _one_of("adam", OPTIMIZERS, "update rule")
     schedule: str = _one_of("constant", SCHEDULES, "shape of the learning rate over steps")
-    steps: int = _number(300, "updates of the run", low=1)
+    steps: int = _number(300, "updates of the run", low=1, high=2**31 - 1)
     warmup_steps: int = _number(0, "updates of linear warm-up", low=0)
     decay_steps: int = _number(0, "updates of the final decay of wsd; 0: a fifth of steps", low=0)
     batch_size: int = _number(8, "B, rows of a batch", low=1)
@@ -355,9 +355,9 @@ def check_value(kind: str, field: dataclasses.Field, value: Any) -> None:
         "above": (lambda v, b: v > b, "above"),
         "below": (lambda v, b: v < b, "below"),
     }
-    wanted = " and ".join(f"{word} {meta[b]:g}" for b, (_, word) in bounds.items() if b in meta)
+    wanted = " and ".join(f"{word} {meta[b]:.10g}" for b, (_, word) in bounds.items() if b in meta)
     if not math.isfinite(value) or any(b in meta and not ok(value, meta[b]) for b, (ok, _) in bounds.items()):
-        raise ConfigError(f"{name}={value:g} is out of range: {wanted or 'finite'}")
+        raise ConfigError(f"{name}={value:.10g} is out of range: {wanted or 'finite'}")
 
 
 def check_ranges(settings: Config | Hyper) -> None:

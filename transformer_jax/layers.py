@@ -32,6 +32,7 @@ from transformer_jax.attention import (
     init_attention,
     keys_values,
 )
+from transformer_jax.banded import known_width
 from transformer_jax.config import Config, Hyper
 from transformer_jax.ffn import FFN, ffn, init_ffn
 from transformer_jax.masks import Mask
@@ -255,11 +256,9 @@ def _apply_layer(
 def implementation_for(config: Config, mask: Mask, T: int) -> str:
     """The config's implementation; where banded attention meets a mask without a window, or rows of T that are
     shorter than it, as batches of short texts are, dense."""
-    widths = [part.width for part in mask.parts if isinstance(part, masks.Window)]
-    fixed = [int(number) for width in widths if (number := masks.known(width)) is not None]
-    beyond = (config.band or min(fixed, default=0)) > T
-    banded = config.attention_implementation == "banded"
-    return "dense" if banded and (not widths or beyond) else config.attention_implementation
+    windowed = any(isinstance(part, masks.Window) for part in mask.parts)
+    fits = windowed and (config.band or known_width(mask)) <= T
+    return "dense" if config.attention_implementation == "banded" and not fits else config.attention_implementation
 
 
 def position_bias(stack: Stack, config: Config, mask: Mask) -> relative.Bias | None:
